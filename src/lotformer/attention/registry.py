@@ -1,0 +1,37 @@
+"""Every mechanism by name: one import and one line each."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from . import lot, softmax
+from .base import Attention, Entry
+
+_ENTRIES: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        softmax.ENTRY,
+        lot.ENTRY,
+    )
+}
+
+
+def names() -> list[str]:
+    """The names that `build` accepts, in the order of the registry."""
+    return list(_ENTRIES)
+
+
+def entry(name: str) -> Entry:
+    """The registry entry of a mechanism: what it is, what it promises, what it costs."""
+    try:
+        return _ENTRIES[name]
+    except KeyError:
+        close = difflib.get_close_matches(name, _ENTRIES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"Unknown mechanism {name!r}.{hint} Known: {', '.join(_ENTRIES)}.") from None
+
+
+def build(name: str, *, head_dim: int, num_heads: int, **options: Any) -> Attention:
+    """Make a mechanism by name; `options` are its own keyword arguments."""
+    return entry(name).build(head_dim=head_dim, num_heads=num_heads, **options)

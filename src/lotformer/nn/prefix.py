@@ -1,0 +1,58 @@
+"""Special tokens ([CLS], distillation, registers) in front of the sequence: rows that pool by softmax."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PrefixRows(nn.Module):
+    """Softmax attention of the first few rows over the whole sequence.
+
+    A doubly stochastic row cannot pool: it may take no more than one token's worth from any key. The special
+    tokens therefore read by `softmax_j(β q·k_j)`, or with `polarize` by the softmax of
+
+        (β (q⁺·k_j⁺ + q⁻·k_j⁻))^p_s + (β (q⁺·k_j⁻ + q⁻·k_j⁺))^p_o,     x⁺ = relu(x), x⁻ = relu(−x)
+
+    Args:
+        beta: temperature β, `D^-1/2` by default. powers: `(p_s, p_o)` of like and opposite signs.
+    """
+
+    def __init__(
+        self, beta: float | None = None, *, polarize: bool = False, powers: tuple[float, float] = (1.0, 0.5)
+    ) -> None:
+        super().__init__()
+        if beta is not None and not beta > 0:
+            raise ValueError(f"prefix_beta must be above 0, got {beta}.")
+        if min(powers) <= 0:
+            raise ValueError(f"the powers of polarisation must be above 0, got {powers}.")
+        self.beta = beta
+        self.polarize = polarize
+        self.powers = powers
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Rows `(B, H, P, Dv)` for the special queries `(B, H, P, D)` and all keys and values; padding is clean."""
+        allowed = None if key_mask is None else key_mask[:, None, None, :]
+        beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
+        if not self.polarize:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=beta)
+        else:
+            scores = self._polarized_scores(beta * q.float(), k.float())
+            if allowed is not None:
+                scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+            out = scores.softmax(-1).to(v.dtype) @ v
+        if key_mask is not None:
+            out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
+        return out
+
+    def _polarized_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        q_pos, q_neg, k_pos, k_neg = F.relu(q), F.relu(-q), F.relu(k), F.relu(-k)
+        like = q_pos @ k_pos.mT + q_neg @ k_neg.mT
+        opposite = q_pos @ k_neg.mT + q_neg @ k_pos.mT
+        # a power below one has no slope at zero
+        like, opposite = like.clamp_min(1e-6), opposite.clamp_min(1e-6)
+        return like ** self.powers[0] + opposite ** self.powers[1]
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, polarize={self.polarize}, powers={self.powers}"

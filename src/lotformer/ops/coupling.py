@@ -1,0 +1,90 @@
+"""The plans behind LOT attention, to look at: marginals, residuals, clusters, rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Low-rank attention `A = P Wᵀ` as its two factors.
+
+    Attributes:
+        query_plan: P `(B, H, N, R)`; how each query spreads over the pivots. Rows sum to 1.
+        key_plan: W `(B, H, M, R)`; how each pivot spreads over the keys. Columns sum to 1.
+        masses: masses of the pivots `(H, R)`.
+        query_masses, key_masses: masses of the tokens in force, `(B, 1 or H, N)` and `(B, 1 or H, M)`, zero on
+            padding.
+    """
+
+    query_plan: Tensor
+    key_plan: Tensor
+    masses: Tensor
+    query_masses: Tensor
+    key_masses: Tensor
+
+    def apply(self, v: Tensor) -> Tensor:
+        """`A v` for values `(B, H, M, Dv)`, in O((N + M) R Dv)."""
+        real = (self.key_masses > 0)[..., None]
+        return reference.mix(self.query_plan, self.key_plan, torch.where(real, v, 0.0))
+
+    def dense(self) -> Tensor:
+        """A itself, `(B, H, N, M)`: for looking, not for computing."""
+        return self.query_plan @ self.key_plan.mT
+
+    def row_sums(self) -> Tensor:
+        """Row sums of A `(B, H, N)`: 1 for real queries, 0 for padded ones."""
+        return (self.query_plan @ self.key_plan.sum(-2)[..., None])[..., 0]
+
+    def column_sums(self) -> Tensor:
+        """What each key receives `(B, H, M)`: column sums of A, each row weighted by `N ×` its query's mass.
+
+        With uniform query masses, the default, these are the plain column sums. Converged, they are
+        `N ×` the key masses, which is N / M when those are uniform too.
+        """
+        weights = self._count(self.query_masses) * self.query_masses
+        return self._received(weights.expand(self.query_plan.shape[:-1]))
+
+    def residual(self) -> Tensor:
+        """Worst relative deviation of the column sums from the key masses in force, per head `(B, H)`."""
+        return self._deviation(self.column_sums(), self._count(self.query_masses) * self.key_masses)
+
+    def doubly_stochastic_error(self) -> Tensor:
+        """Worst relative deviation of the plain column sums of A from uniform, per head `(B, H)`.
+
+        Unlike `residual` it ignores learned or given masses: it is 0 only if A is doubly stochastic.
+        """
+        real = self.key_plan.new_tensor(1.0) * (self.key_masses > 0)
+        uniform = self._count(self.query_masses) * real / self._count(self.key_masses).clamp_min(1)
+        return self._deviation(self._received(torch.ones_like(self.query_plan[..., 0])), uniform)
+
+    def query_clusters(self) -> Tensor:
+        """The soft clusters of the queries `(B, H, N, R)`: the mass each query sends to each pivot."""
+        return self.query_masses[..., None] * self.query_plan
+
+    def key_clusters(self) -> Tensor:
+        """The soft clusters of the keys `(B, H, M, R)`: the mass each key receives from each pivot."""
+        return self.masses[:, None, :] * self.key_plan
+
+    def rank(self) -> Tensor:
+        """Numerical rank of A, `(B, H)`: never above the number of pivots."""
+        query_factor, key_factor = (torch.linalg.qr(x.double(), mode="r").R for x in (self.query_plan, self.key_plan))
+        return torch.linalg.matrix_rank(query_factor @ key_factor.mT, rtol=1e-6)
+
+    def _received(self, weights: Tensor) -> Tensor:
+        sent = (weights[..., None] * self.query_plan).sum(-2)
+        return (self.key_plan @ sent[..., None])[..., 0]
+
+    @staticmethod
+    def _count(masses: Tensor) -> Tensor:
+        return (masses > 0).sum(-1, keepdim=True)
+
+    @staticmethod
+    def _deviation(sums: Tensor, expected: Tensor) -> Tensor:
+        deviation = (sums - expected).abs() / torch.where(expected > 0, expected, 1.0)
+        return deviation.amax(-1)
