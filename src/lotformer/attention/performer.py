@@ -40,7 +40,10 @@ class Performer(CleanAttention):
         """Draw new random features in place."""
         blocks = -(-self.features // self.head_dim)
         gaussian = torch.randn(blocks, self.head_dim, self.head_dim, generator=generator)
-        directions = torch.linalg.qr(gaussian).Q.mT.reshape(-1, self.head_dim)[: self.features]
+        basis, triangle = torch.linalg.qr(gaussian)
+        # the signs of R make the basis uniform; as LAPACK returns it, directions lean to one side and bias the kernel
+        basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+        directions = basis.mT.reshape(-1, self.head_dim)[: self.features]
         lengths = torch.randn(self.features, self.head_dim, generator=generator).norm(dim=-1, keepdim=True)
         self.projection.copy_(directions * lengths)
 
