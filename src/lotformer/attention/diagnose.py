@@ -85,11 +85,13 @@ def attention_matrix(
     one_hot = F.pad(torch.eye(length, dtype=dtype, device=k.device), (0, -length % width))
     was_training = module.training
     module.eval()
+    columns = []
     try:
-        columns = [
-            module(q, k, values.expand(batch, heads, length, -1), key_mask, query_mask, grid=grid)
-            for values in one_hot.split(width, -1)
-        ]
+        for values in one_hot.split(width, -1):
+            # mechanisms that draw random numbers must draw the same ones for every group
+            with torch.random.fork_rng([q.device] if q.is_cuda else []):
+                spread = values.expand(batch, heads, length, width)
+                columns.append(module(q, k, spread, key_mask, query_mask, grid=grid))
     finally:
         module.train(was_training)
     return torch.cat(columns, -1)[..., :length]
