@@ -98,10 +98,10 @@ class ESPFormer(SlicedPlans):
     ) -> tuple[Tensor, Tensor]:
         """`G_l v (B, H, L, N, Dv)` and `⟨C, G_l⟩ (B, H, L)` for a group of slices `(B, H, L, N)`."""
         sort_x, sort_y = self._soft_sort(x, query_mask), self._soft_sort(y, key_mask)
-        mixed = sort_x.mT @ (sort_y @ v[:, :, None])
+        mixed = sort_x.mT @ _all_slices(sort_y, v)
         if distances is None:
             return mixed, mixed.new_zeros(mixed.shape[:3])
-        return mixed, ((sort_x @ distances[:, :, None]) * sort_y).sum((-1, -2))
+        return mixed, (_all_slices(sort_x, distances) * sort_y).sum((-1, -2))
 
     def _soft_sort(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Soft permutations `(B, H, L, N, N)` of `x (B, H, L, N)`: real tokens first, no row or column for padding."""
@@ -115,6 +115,11 @@ class ESPFormer(SlicedPlans):
         scores = -(ordered[..., :, None] - x[..., None, :]).square() / self.tau
         soft = scores.masked_fill(padding[..., None, :], torch.finfo(x.dtype).min).softmax(-1)
         return soft * in_use[..., None]
+
+
+def _all_slices(permutations: Tensor, x: Tensor) -> Tensor:
+    """`P_l x` for every slice as one product, since broadcasting x would copy it for each."""
+    return (permutations.flatten(2, 3) @ x).unflatten(2, permutations.shape[2:4])
 
 
 def shared_masks(query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

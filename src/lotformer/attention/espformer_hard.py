@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
+from torch.utils.checkpoint import checkpoint
 
 from .base import Cost, Entry
 from .espformer import GROUP_ELEMENTS, SlicedPlans, shared_masks
@@ -30,26 +32,22 @@ class HardESPFormer(SlicedPlans):
     ) -> Tensor:
         query_mask, key_mask = shared_masks(query_mask, key_mask)
         q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
-        batch, heads, length, dim = q.shape
         partners = _partners(q, k, query_mask, key_mask)
-        group = max(1, GROUP_ELEMENTS // (batch * heads * length * dim))
-        if self.temperature > 0:
-            x, y = q * dim**-0.5, k * dim**-0.5
-            costs = [self._costs(x, y, slices, query_mask) for slices in partners.split(group, 2)]
-            weights = self._weights(torch.cat(costs, 2))
-        else:
-            weights = q.new_full((batch, heads, dim), 1 / dim)
-        out = torch.zeros_like(v)
-        for slices, weight in zip(partners.split(group, 2), weights.split(group, 2), strict=True):
-            out = out + (_look_up(v, slices) * weight[..., None, None]).sum(2)
-        return out
+        return _mean_of_partners(v, partners, self._slice_weights(q, k, partners, query_mask))
 
-    def _costs(self, x: Tensor, y: Tensor, partners: Tensor, query_mask: Tensor | None) -> Tensor:
-        """Mean distance `(B, H, L)` of the real queries from their partners."""
-        distances = vector_norm(x[:, :, None] - _look_up(y, partners), dim=-1)
-        if query_mask is not None:
-            distances = distances.masked_fill(~query_mask[:, None, None], 0.0)
-        return distances.sum(-1) / count_real(x, query_mask)[..., 0]
+    def _slice_weights(self, q: Tensor, k: Tensor, partners: Tensor, query_mask: Tensor | None) -> Tensor:
+        batch, heads, length, dim = q.shape
+        if self.temperature == 0:
+            return q.new_full((batch, heads, dim), 1 / dim)
+        x, y = q * dim**-0.5, k * dim**-0.5
+        group = max(1, GROUP_ELEMENTS // (batch * heads * length * dim))
+        costs = []
+        for slices in partners.split(group, 2):
+            if torch.is_grad_enabled() and group < dim:
+                costs.append(checkpoint(_costs, x, y, slices, query_mask, use_reentrant=False))
+            else:
+                costs.append(_costs(x, y, slices, query_mask))
+        return self._weights(torch.cat(costs, 2))
 
 
 @torch.no_grad()
@@ -65,17 +63,35 @@ def _order(x: Tensor, mask: Tensor | None) -> Tensor:
     return coordinates.argsort(dim=-1, descending=True, stable=True)
 
 
-def _look_up(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of `x (B, H, N, D)` at `index (B, H, L, N)`: `(B, H, L, N, D)`."""
-    flat = index.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, flat).unflatten(2, index.shape[2:])
+def _costs(x: Tensor, y: Tensor, partners: Tensor, query_mask: Tensor | None) -> Tensor:
+    """Mean distance `(B, H, L)` of the real queries from their partners."""
+    partner = F.embedding(_flat(partners), y.flatten(0, 2))
+    distances = vector_norm(x[:, :, None] - partner, dim=-1)
+    if query_mask is not None:
+        distances = distances.masked_fill(~query_mask[:, None, None], 0.0)
+    return distances.sum(-1) / count_real(x, query_mask)[..., 0]
+
+
+def _mean_of_partners(v: Tensor, partners: Tensor, weights: Tensor) -> Tensor:
+    """`Σ_l w_l v[partner_l]`: each token is a bag of D rows of the values, never stored one by one."""
+    batch, heads, slices, length = partners.shape
+    bags = _flat(partners).transpose(2, 3).reshape(-1, slices)
+    bag_weights = weights[:, :, None].expand(-1, -1, length, -1).reshape(-1, slices)
+    mixed = F.embedding_bag(bags, v.flatten(0, 2), mode="sum", per_sample_weights=bag_weights)
+    return mixed.unflatten(0, (batch, heads, length))
+
+
+def _flat(partners: Tensor) -> Tensor:
+    """Indices among the tokens of all samples and heads laid end to end."""
+    batch, heads, _, length = partners.shape
+    return partners + length * torch.arange(batch * heads, device=partners.device).view(batch, heads, 1, 1)
 
 
 def cost(n: int, d: int, *, temperature: float = 0.1, **_: object) -> Cost:
     """D sorts on both sides, D look-ups of the values, and D of the keys for the costs of the slices."""
     sorts = 2.0 * d * n * max(1, n - 1).bit_length()
     look_ups = 2.0 * n * d * d + (3.0 * n * d * d if temperature > 0 else 0.0)
-    return Cost(flops=sorts + look_ups, bytes=16.0 * n * d + 12.0 * n * d * d)
+    return Cost(flops=sorts + look_ups, bytes=16.0 * n * d + 8.0 * n * d * d)
 
 
 ENTRY = Entry(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.depthwise import DepthwiseMixing
@@ -87,7 +86,9 @@ class PolaFormer(CleanAttention):
     def _poles(self, x: Tensor) -> tuple[Tensor, Tensor]:
         power = 1 + self.alpha * self.power.to(x.dtype).sigmoid()
         x = self.channel_scale(x)
-        return F.relu(x) ** power, F.relu(-x) ** power
+        # one logarithm and one exponential serve both signs; a power of a tensor would redo them in the backward
+        size = (power * x.abs().clamp_min(torch.finfo(x.dtype).tiny).log()).exp()
+        return torch.where(x > 0, size, 0.0), torch.where(x < 0, size, 0.0)
 
 
 def cost(n: int, d: int, *, gate: bool = True, local_conv: bool = True, kernel_size: int = 5, **_: object) -> Cost:
