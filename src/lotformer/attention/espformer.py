@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import Cost, Entry
 from .clean import CleanAttention
-from .masking import count_real, zero_padding
+from .masking import count_real, shared_mask, zero_padding
 
 # elements of one temporary: slices are worked off in groups of at most this size, and recomputed in the backward
 GROUP_ELEMENTS = 1 << 24
@@ -20,8 +20,7 @@ class SlicedPlans(CleanAttention):
     """What soft and hard sorting share: `A = Σ_l w_l G_l`, `w = softmax_l(−temperature · ⟨C, G_l⟩ / N)`.
 
     Slices are the D coordinate axes of `x = D^-1/2 q` and `y = D^-1/2 k`, C holds the distances `|x_i − y_j|`, and
-    `G_l` matches sorted queries with sorted keys. Queries and keys belong to the same tokens: either mask speaks for
-    both sides when the other is missing.
+    `G_l` matches sorted queries with sorted keys. Both belong to the same tokens, so that either mask speaks for both.
 
     Args:
         temperature: inverse temperature of the slices' weights; 0 is their mean.
@@ -67,8 +66,8 @@ class ESPFormer(SlicedPlans):
         query_mask: Tensor | None,
         grid: tuple[int, int] | None,
     ) -> Tensor:
-        query_mask, key_mask = shared_masks(query_mask, key_mask)
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
+        mask = shared_mask(key_mask, query_mask)
+        q, k, v = zero_padding(q, mask), zero_padding(k, mask), zero_padding(v, mask)
         batch, heads, length, dim = q.shape
         x, y = q * dim**-0.5, k * dim**-0.5
         # not by the expansion of the square, which is wrong where it matters: at small distances
@@ -79,12 +78,12 @@ class ESPFormer(SlicedPlans):
         for x_group, y_group in zip(x.mT.split(group, 2), y.mT.split(group, 2), strict=True):
             run: Callable[..., tuple[Tensor, Tensor]] = self._slices
             if torch.is_grad_enabled() and group < dim:
-                out, cost = checkpoint(run, x_group, y_group, v, distances, query_mask, key_mask, use_reentrant=False)
+                out, cost = checkpoint(run, x_group, y_group, v, distances, mask, use_reentrant=False)
             else:
-                out, cost = run(x_group, y_group, v, distances, query_mask, key_mask)
+                out, cost = run(x_group, y_group, v, distances, mask)
             mixed.append(out)
             costs.append(cost)
-        weights = self._weights(torch.cat(costs, 2) / count_real(q, query_mask)[..., 0])
+        weights = self._weights(torch.cat(costs, 2) / count_real(q, mask)[..., 0])
         return (torch.cat(mixed, 2) * weights[..., None, None]).sum(2)
 
     def _slices(
@@ -93,11 +92,10 @@ class ESPFormer(SlicedPlans):
         y: Tensor,
         v: Tensor,
         distances: Tensor | None,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`G_l v (B, H, L, N, Dv)` and `⟨C, G_l⟩ (B, H, L)` for a group of slices `(B, H, L, N)`."""
-        sort_x, sort_y = self._soft_sort(x, query_mask), self._soft_sort(y, key_mask)
+        sort_x, sort_y = self._soft_sort(x, mask), self._soft_sort(y, mask)
         mixed = sort_x.mT @ _all_slices(sort_y, v)
         if distances is None:
             return mixed, mixed.new_zeros(mixed.shape[:3])
@@ -120,11 +118,6 @@ class ESPFormer(SlicedPlans):
 def _all_slices(permutations: Tensor, x: Tensor) -> Tensor:
     """`P_l x` for every slice as one product, since broadcasting x would copy it for each."""
     return (permutations.flatten(2, 3) @ x).unflatten(2, permutations.shape[2:4])
-
-
-def shared_masks(query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Both masks, each standing in for the other if that is missing."""
-    return (key_mask if query_mask is None else query_mask), (query_mask if key_mask is None else key_mask)
 
 
 def cost(n: int, d: int, *, temperature: float = 0.1, **_: object) -> Cost:

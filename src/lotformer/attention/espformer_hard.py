@@ -9,8 +9,8 @@ from torch.linalg import vector_norm
 from torch.utils.checkpoint import checkpoint
 
 from .base import Cost, Entry
-from .espformer import GROUP_ELEMENTS, SlicedPlans, shared_masks
-from .masking import count_real, zero_padding
+from .espformer import GROUP_ELEMENTS, SlicedPlans
+from .masking import count_real, shared_mask, zero_padding
 
 
 class HardESPFormer(SlicedPlans):
@@ -30,12 +30,12 @@ class HardESPFormer(SlicedPlans):
         query_mask: Tensor | None,
         grid: tuple[int, int] | None,
     ) -> Tensor:
-        query_mask, key_mask = shared_masks(query_mask, key_mask)
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
-        partners = _partners(q, k, query_mask, key_mask)
-        return _mean_of_partners(v, partners, self._slice_weights(q, k, partners, query_mask))
+        mask = shared_mask(key_mask, query_mask)
+        q, k, v = zero_padding(q, mask), zero_padding(k, mask), zero_padding(v, mask)
+        partners = _partners(q, k, mask)
+        return _mean_of_partners(v, partners, self._slice_weights(q, k, partners, mask))
 
-    def _slice_weights(self, q: Tensor, k: Tensor, partners: Tensor, query_mask: Tensor | None) -> Tensor:
+    def _slice_weights(self, q: Tensor, k: Tensor, partners: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, length, dim = q.shape
         if self.temperature == 0:
             return q.new_full((batch, heads, dim), 1 / dim)
@@ -44,16 +44,16 @@ class HardESPFormer(SlicedPlans):
         costs = []
         for slices in partners.split(group, 2):
             if torch.is_grad_enabled() and group < dim:
-                costs.append(checkpoint(_costs, x, y, slices, query_mask, use_reentrant=False))
+                costs.append(checkpoint(_costs, x, y, slices, mask, use_reentrant=False))
             else:
-                costs.append(_costs(x, y, slices, query_mask))
+                costs.append(_costs(x, y, slices, mask))
         return self._weights(torch.cat(costs, 2))
 
 
 @torch.no_grad()
-def _partners(q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+def _partners(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """The key that each query is matched with on each axis, `(B, H, D, N)` integers."""
-    by_query, by_key = _order(q, query_mask), _order(k, key_mask)
+    by_query, by_key = _order(q, mask), _order(k, mask)
     return torch.empty_like(by_key).scatter_(-1, by_query, by_key)
 
 
@@ -63,13 +63,13 @@ def _order(x: Tensor, mask: Tensor | None) -> Tensor:
     return coordinates.argsort(dim=-1, descending=True, stable=True)
 
 
-def _costs(x: Tensor, y: Tensor, partners: Tensor, query_mask: Tensor | None) -> Tensor:
+def _costs(x: Tensor, y: Tensor, partners: Tensor, mask: Tensor | None) -> Tensor:
     """Mean distance `(B, H, L)` of the real queries from their partners."""
     partner = F.embedding(_flat(partners), y.flatten(0, 2))
     distances = vector_norm(x[:, :, None] - partner, dim=-1)
-    if query_mask is not None:
-        distances = distances.masked_fill(~query_mask[:, None, None], 0.0)
-    return distances.sum(-1) / count_real(x, query_mask)[..., 0]
+    if mask is not None:
+        distances = distances.masked_fill(~mask[:, None, None], 0.0)
+    return distances.sum(-1) / count_real(x, mask)[..., 0]
 
 
 def _mean_of_partners(v: Tensor, partners: Tensor, weights: Tensor) -> Tensor:
