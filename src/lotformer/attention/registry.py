@@ -5,14 +5,55 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from . import lot, softmax
+from . import (
+    angular,
+    cosformer,
+    efficient,
+    enhanced,
+    espformer,
+    espformer_hard,
+    flatten,
+    hedgehog,
+    hydra,
+    kernelized,
+    linear_transformer,
+    linformer,
+    lot,
+    mobiattention,
+    nystromformer,
+    performer,
+    polaformer,
+    sinkformer,
+    skyformer,
+    softmax,
+    t2r,
+)
 from .base import Attention, Entry
 
 _ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         softmax.ENTRY,
+        sinkformer.ENTRY,
+        espformer.ENTRY,
+        espformer_hard.ENTRY,
         lot.ENTRY,
+        linear_transformer.ENTRY,
+        performer.ENTRY,
+        linformer.ENTRY,
+        nystromformer.ENTRY,
+        kernelized.ENTRY,
+        skyformer.ENTRY,
+        cosformer.ENTRY,
+        hedgehog.ENTRY,
+        t2r.ENTRY,
+        efficient.ENTRY,
+        hydra.ENTRY,
+        angular.ENTRY,
+        flatten.ENTRY,
+        enhanced.ENTRY,
+        polaformer.ENTRY,
+        mobiattention.ENTRY,
     )
 }
 
