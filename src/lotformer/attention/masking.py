@@ -11,3 +11,19 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     On the way in it cleans padded content; on the way out it silences the rows of padded queries.
     """
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def require_equal_lengths(q: Tensor, k: Tensor, name: str) -> None:
+    """Raise when `q` and `k` differ in length, for a mechanism that is defined within one sequence only."""
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{name} is self-attention only: expected as many queries as keys, got {q.shape[2]} queries and "
+            f"{k.shape[2]} keys. Use a mechanism without `needs_equal_lengths` for cross-attention."
+        )
+
+
+def shared_mask(key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor | None:
+    """Tokens that are real on both sides, for self-attention in which a token cannot be only a query or only a key."""
+    if key_mask is None or query_mask is None:
+        return query_mask if key_mask is None else key_mask
+    return key_mask & query_mask

@@ -5,7 +5,21 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from . import lot, softmax
+from . import (
+    bigbird,
+    deltanet,
+    diff,
+    informer,
+    local,
+    longformer,
+    lot,
+    lowrank_ot,
+    mamba2,
+    quantum_ds,
+    reformer,
+    softmax,
+    synthesizer,
+)
 from .base import Attention, Entry
 
 _ENTRIES: dict[str, Entry] = {
@@ -13,6 +27,17 @@ _ENTRIES: dict[str, Entry] = {
     for entry in (
         softmax.ENTRY,
         lot.ENTRY,
+        quantum_ds.ENTRY,
+        lowrank_ot.ENTRY,
+        synthesizer.ENTRY,
+        local.ENTRY,
+        longformer.ENTRY,
+        reformer.ENTRY,
+        bigbird.ENTRY,
+        informer.ENTRY,
+        deltanet.ENTRY,
+        mamba2.ENTRY,
+        diff.ENTRY,
     )
 }
 
