@@ -39,7 +39,7 @@ class DifferentialAttention(Attention):
 
     def balance(self) -> Tensor:
         """λ, the weight of the second attention."""
-        first, second = (self.query_lambda * self.key_lambda).float().sum(-1).exp()
+        first, second = (self.query_lambda * self.key_lambda).sum(-1).exp()
         return first - second + self.start
 
     def forward(
@@ -59,10 +59,10 @@ class DifferentialAttention(Attention):
         # both halves in one call: the second half of the heads is the second attention
         halves_q, halves_k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
         both = fused_softmax(halves_q, halves_k, v.repeat(1, 2, 1, 1), allowed)
-        first, second = both.float().chunk(2, 1)
+        first, second = both.to(torch.promote_types(q.dtype, torch.float32)).chunk(2, 1)
         out = first - self.balance() * second
         if self.norm is not None:
-            out = F.rms_norm(out, (self.head_dim,), self.norm.float(), eps=1e-5) * (1 - self.start)
+            out = F.rms_norm(out, (self.head_dim,), self.norm.to(out.dtype), eps=1e-5) * (1 - self.start)
         return zero_padding(out.to(q.dtype), query_mask)
 
 

@@ -55,7 +55,8 @@ class Informer(Attention):
         chosen = torch.gather(q, 2, order[..., None].expand(-1, -1, -1, width))
         allowed = None if key_mask is None else key_mask[:, None, None, :]
         attended = fused_softmax(chosen, k, v, allowed).to(q.dtype)
-        mean = (v.float().sum(2, keepdim=True) / keys.clamp_min(1)[:, None, None, None]).to(q.dtype)
+        total = v.sum(2, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32))
+        mean = (total / keys.clamp_min(1)[:, None, None, None]).to(q.dtype)
         # a padded sample is entitled to fewer rows of softmax than the padded length
         entitled = torch.arange(active, device=q.device) < self._budgets(queries)[:, None]
         attended = torch.where(entitled[:, None, :, None], attended, mean)

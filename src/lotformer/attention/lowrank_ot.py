@@ -42,8 +42,8 @@ class LowRankOT(Attention):
         rank: int = 32,
         eps: float = 0.0,
         outer_steps: int = 5,
-        inner_steps: int = 10,
-        step: float = 10.0,
+        inner_steps: int = 5,
+        step: float = 3.0,
         seed: int = 0,
     ) -> None:
         super().__init__(head_dim, num_heads)
@@ -141,7 +141,7 @@ def _log_masses(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, masses, _NO_MASS)[:, None, :, None]
 
 
-def cost(n: int, d: int, *, rank: int = 32, outer_steps: int = 5, inner_steps: int = 10, **_: object) -> Cost:
+def cost(n: int, d: int, *, rank: int = 32, outer_steps: int = 5, inner_steps: int = 5, **_: object) -> Cost:
     """Each outer step applies the factored cost twice; each inner step is four passes over two n×r kernels."""
     outer = 8.0 * n * d * rank + inner_steps * 16.0 * n * rank
     return Cost(
