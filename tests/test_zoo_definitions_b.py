@@ -415,7 +415,7 @@ def test_padding_is_the_truncated_sequence_and_its_contents_never_matter(name):
 
 @pytest.mark.parametrize("name", [name for name in MINE if entry(name).needs_equal_lengths])
 def test_self_attention_only_is_declared_and_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is self-attention only.*got 7 queries and 9 keys"):
+    with pytest.raises(ValueError, match=f"{name} needs as many keys as queries.*got 7 queries and 9 keys"):
         make(name)(*tokens(1, 7, 9))
 
 

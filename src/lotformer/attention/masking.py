@@ -13,12 +13,11 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
-def require_equal_lengths(q: Tensor, k: Tensor, name: str) -> None:
-    """Raise when `q` and `k` differ in length, for a mechanism that is defined within one sequence only."""
+def require_equal_lengths(q: Tensor, k: Tensor, name: str, reason: str = "it is defined within one sequence") -> None:
+    """Refuse cross-attention where the mechanism is only defined among one set of tokens."""
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"{name} is self-attention only: expected as many queries as keys, got {q.shape[2]} queries and "
-            f"{k.shape[2]} keys. Use a mechanism without `needs_equal_lengths` for cross-attention."
+            f"{name} needs as many keys as queries ({reason}), got {q.shape[2]} queries and {k.shape[2]} keys."
         )
 
 

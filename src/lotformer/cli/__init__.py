@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from . import bench, zoo
+
 app = typer.Typer(
     name="lotformer",
     help="Linear-time, doubly stochastic attention: look at it, convert with it, measure it.",
@@ -16,3 +18,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Linear-time, doubly stochastic attention: look at it, convert with it, measure it."""
+
+
+app.add_typer(bench.app, name="bench")
+app.command("zoo")(zoo.zoo_command)
