@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import figures
+from . import bench, figures, zoo
 from .doctor import doctor
 
 app = typer.Typer(
@@ -23,3 +23,5 @@ def main() -> None:
 
 app.command()(doctor)
 app.add_typer(figures.app, name="figures")
+app.add_typer(bench.app, name="bench")
+app.command("zoo")(zoo.zoo_command)
