@@ -19,7 +19,7 @@ SHAPES = {
     "widest": {"batch": 1, "heads": 1, "n": 70, "m": 50, "rank": 256, "dim": 256},
     "several ranges": {"batch": 1, "heads": 1, "n": 2500, "m": 2311, "rank": 32, "dim": 16},
 }
-SOLVERS = {"sinkhorn": {"solver": "sinkhorn"}}
+SOLVERS = {"sinkhorn": {"solver": "sinkhorn"}, "newton": {"solver": "newton"}}
 
 
 def tolerance(eps: float) -> float:

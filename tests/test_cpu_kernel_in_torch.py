@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cpu_kernel import assert_agrees, needs_kernel, problem, run
 from lotformer.ops import backends, cpu, lot_attention
 
-SOLVERS = ("sinkhorn",)
+SOLVERS = ("sinkhorn", "newton")
 
 
 def inputs(**options: object) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def in_new_process(code: str, **environment: str) -> str:
 
 
 @needs_kernel
-@pytest.mark.parametrize("solver", [0])
+@pytest.mark.parametrize("solver", [0, 1], ids=SOLVERS)
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "masses, masks and eps"])
 def test_the_registration_passes_opcheck(extras: bool, solver: int) -> None:
     x = inputs()

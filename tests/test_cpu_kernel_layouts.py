@@ -15,7 +15,7 @@ from lotformer.ops import lot_attention
 
 pytestmark = needs_kernel
 
-SOLVERS = ("sinkhorn",)
+SOLVERS = ("sinkhorn", "newton")
 MASKS = {
     "right": lambda n: torch.arange(n) < n - 5,
     "left": lambda n: torch.arange(n) >= 4,

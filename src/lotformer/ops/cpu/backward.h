@@ -78,20 +78,6 @@ static void dot_pairs(const View& x, const View& y, const float* center, int cou
   }
 }
 
-// dots[i] = Σ_j x[i, j] y[i, j]
-static void dot_blocks(const float* x, const float* y, int count, int vectors, float* dots) {
-  const int64_t ld = int64_t(vectors) * W;
-  for (int i = 0; i < count; i += W) {
-    V part[W];
-    for (int t = 0; t < W; t++) {
-      part[t] = V{};
-      if (i + t >= count) continue;
-      for (int v = 0; v < vectors; v++) part[t] += load(x + (i + t) * ld + v * W) * load(y + (i + t) * ld + v * W);
-    }
-    store(dots + i, reduce<Add>(part));
-  }
-}
-
 // to[d, j] = factor[j] · x[j, d]: the right-hand side of products with rows of values.
 static float* transposed(const Head& head, const float* x, const float* factor) {
   const Measure& p = head.pivots;
@@ -537,6 +523,52 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
     reverse_sweep_log(r, nullptr, saved(1), dg);
   else
     reverse_first_key_step(r, saved(1), dg);
+}
+
+// Implicit differentiation: dg = −H⁺ d(b − m) at the solution, one solve. Returns the weights of the plan's columns.
+static const float* reverse_newton(Reverse& r, int side, const float* state, const Rows& near, const Rows& far,
+                                   Mixed& y, double* log_mass) {
+  const Head& head = *r.head;
+  const Measure& p = head.pivots;
+  const Tokens& t = *r.t;
+  const int64_t square = int64_t(p.padded) * p.padded;
+  const HessianSink sink{&head, head.arena.zeros<float>(head.workers * square)};
+  const float *g = potential_or_scaling(head, state, true), *one = ones(head);
+  double* dg = head.arena.zeros<double>(p.padded);
+  const float* weights = one;
+  if (side == kQuery) {
+    reverse_query_plan(r, near, far, g, one, y, transposed(head, y.centered, one), dg, &sink);
+  } else {
+    weights = potential_or_scaling(head, state + p.rank, false);
+    reverse_key_plan(r, near, far, g, one, weights, y, nullptr, dg, &sink);
+  }
+  const System system = open_system(head);
+  factorise(system, sink.matrices, p.padded, head.workers, square, head.worker[0].columns2, kBackwardRidge);
+  apply_inverse(system, 1, dg);
+  float* x = head.arena.zeros<float>(p.padded);
+  for (int j = 0; j < p.rank; j++) {
+    x[j] = float(dg[j]);
+    log_mass[j] += p.mass[j] * dg[j];
+  }
+  const int direct = claim(r, -1.f, x), through = claim(r, 1.f, one);
+  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += kBlock) {
+      const int count = int(least<int64_t>(kBlock, last - i));
+      const float* e = r.rows + i * p.padded;
+      dot_rows(e, count, one, p.vectors, k.sum);
+      dot_rows(e, count, x, p.vectors, k.shift);
+      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      put_column(r, direct, i, count, k.weight);
+      for (int l = 0; l < count; l++) {
+        const float mean = k.extra[l] * k.shift[l];  // P_i · x
+        k.shift[l] = -t.mass[i + l] * mean;
+        k.weight[l] *= mean;
+      }
+      put_column(r, through, i, count, k.weight);
+      add_log_mass(r, i, count, k.shift);
+    }
+  });
+  return weights;
 }
 
 static void backward_head(const Call& c, int64_t b, int64_t h, int workers, Totals totals) {

@@ -45,8 +45,6 @@ def why_unsupported(problem: Problem) -> str | None:
     _, _, _, _, rank, dim, value_dim = p.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    if p.solver == "newton":
-        return "it does not have the newton solver yet."
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
         return "it has no rules for torch.func transforms."
     return None

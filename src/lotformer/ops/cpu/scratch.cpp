@@ -15,6 +15,8 @@ constexpr size_t kSmallest = size_t(1) << 18;
 struct Piece {
   char* data;
   size_t size, begin;  // `begin`: offset of its first byte in the stack
+
+  bool fits(size_t top, size_t bytes) const { return (top > begin ? top : begin) + bytes <= begin + size; }
 };
 
 struct Stack {
@@ -34,7 +36,7 @@ struct Stack {
   void* take(size_t bytes) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     size_t at = 0;
-    while (at < pieces.size() && top + bytes > pieces[at].begin + pieces[at].size) at++;
+    while (at < pieces.size() && !pieces[at].fits(top, bytes)) at++;
     if (at == pieces.size()) {
       const size_t begin = pieces.empty() ? 0 : pieces.back().begin + pieces.back().size;
       const size_t size = bytes > kSmallest ? bytes : kSmallest;
