@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import _torchvision, _transformers_hook
+from . import _torchvision, _transformers_hook, attention
+from .layers import AttentionLayer, LOTAttention
+from .nn import PivotMeasure
 from .ops import Coupling, coupling, lot_attention
 
 if TYPE_CHECKING:
@@ -11,8 +13,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionLayer",
     "Coupling",
+    "LOTAttention",
+    "PivotMeasure",
     "__version__",
+    "attention",
     "calibrate",
     "convert",
     "coupling",
@@ -28,6 +34,7 @@ _transformers_hook.install()
 
 
 def __getattr__(name: str) -> Any:
+    """Conversion is imported when it is used: most users of the operator never need it."""
     if name in _LAZY:
         from . import conversion
 
