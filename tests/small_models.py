@@ -17,7 +17,6 @@ from transformers import logging
 
 from lotformer.conversion.probe import call, main_tensor
 
-
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from small_models import SMALL, output
 
 import lotformer
 from lotformer.attention.lot import LOT
 from lotformer.conversion import activations, coupling_quality
 from lotformer.conversion.sites import converted
+from small_models import SMALL, output
 
 
 def batches(count: int = 6) -> list[dict[str, torch.Tensor]]:

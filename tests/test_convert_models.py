@@ -8,12 +8,12 @@ import hashlib
 import pytest
 import torch
 import transformers
-from small_models import SMALL, output, torch_encoder
 from torch import nn
 
 import lotformer
 from lotformer import attention
 from lotformer.attention.lot import LOT
+from small_models import SMALL, output, torch_encoder
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
@@ -223,7 +223,7 @@ class TestRefusals:
         lotformer.convert(model)
 
     def test_an_option_the_mechanism_does_not_know(self):
-        with pytest.raises(ValueError, match="'lot' does not take these options.*pivot_count"):
+        with pytest.raises(ValueError, match=r"'lot' does not take these options.*pivot_count"):
             lotformer.convert(SMALL["bert"].build(), pivot_count=3)
 
     def test_a_layer_that_does_not_exist_or_cannot_be(self):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from small_models import SMALL, output
 
 import lotformer
 from lotformer import conversion
 from lotformer.conversion.sites import converted
+from small_models import SMALL, output
 
 HUGGING_FACE = [name for name in SMALL if name not in ("timm-vit", "torch-encoder")]
 
