@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from .convert import convert
+from .demo import demo
+
 app = typer.Typer(
     name="lotformer",
     help="Linear-time, doubly stochastic attention: look at it, convert with it, measure it.",
@@ -16,3 +19,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Linear-time, doubly stochastic attention: look at it, convert with it, measure it."""
+
+
+app.command()(convert)
+app.command()(demo)
