@@ -61,8 +61,8 @@ def render(result: DemoResult) -> str:
         f"<p>A trained sentence encoder whose {len(result.conversion.converted)} softmax attention layers were "
         f"replaced by LOT attention with {result.conversion.options['rank']} pivots a head: every token sends its "
         "mass to the pivots, the pivots send it on to the tokens, both by optimal transport. The cost grows "
-        f"linearly with the text. {result.conversion.parameters_added:,} parameters were added; all others stayed as they "
-        "were until fine-tuning.</p>"
+        f"linearly with the text. {result.conversion.parameters_added:,} parameters were added; all others stayed "
+        "as they were until fine-tuning.</p>"
         f'<div class="facts">{cards}</div>{_fidelity(result)}{_heads(result)}{_learning(result)}{_use(result)}'
         f"<footer>lotformer {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"{escape(platform.processor() or platform.machine())}, Python {platform.python_version()}</footer>"

@@ -1,0 +1,71 @@
+"""Padding and precision, once, for mechanisms written as a formula on clean tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from ..ops.reference import solve_dtype
+from .base import Attention
+from .masking import require_equal_lengths, zero_padding
+
+
+class CleanAttention(Attention):
+    """A mechanism that implements `mix` and never meets padded content or half precision.
+
+    `mix` receives padded tokens as zeros and everything in fp32 (fp64 for fp64 inputs) with autocast off. It must
+    leave padded keys out of its sums; rows of padded queries, and samples without keys, are zeroed here.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        self._check(q, k)
+        dtype = solve_dtype(q)
+        with torch.autocast(q.device.type, enabled=False):
+            out = self.mix(
+                zero_padding(q, query_mask).to(dtype),
+                zero_padding(k, key_mask).to(dtype),
+                zero_padding(v, key_mask).to(dtype),
+                key_mask,
+                query_mask,
+                grid,
+            )
+        if key_mask is not None:
+            out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
+        return zero_padding(out, query_mask).to(q.dtype)
+
+    @abstractmethod
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        """The mechanism's formula on clean tokens: `(B, H, N, Dv)` in the dtype of `q`."""
+
+    def why_equal_lengths(self) -> str | None:
+        """Why this instance is defined for self-attention only, or None if it is not."""
+        return None
+
+    def _check(self, q: Tensor, k: Tensor) -> None:
+        if (q.shape[1], q.shape[3]) != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"{type(self).__name__} was built for {self.num_heads} heads of dimension {self.head_dim}, "
+                f"got queries of shape {tuple(q.shape)}; expected (B, {self.num_heads}, N, {self.head_dim})."
+            )
+        reason = self.why_equal_lengths()
+        if reason is not None:
+            require_equal_lengths(q, k, type(self).__name__, reason)
