@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from . import bench, figures, zoo
+from .convert import convert
+from .demo import demo
 from .doctor import doctor
 
 app = typer.Typer(
@@ -25,3 +27,5 @@ app.command()(doctor)
 app.add_typer(figures.app, name="figures")
 app.add_typer(bench.app, name="bench")
 app.command("zoo")(zoo.zoo_command)
+app.command()(convert)
+app.command()(demo)
