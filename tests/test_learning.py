@@ -39,14 +39,13 @@ class DigitsTransformer(nn.Module):
 
 
 def test_two_lot_layers_read_digits():
-    torch.set_num_threads(2)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
     train_x, test_x, train_y, test_y = train_test_split(
         images, torch.tensor(digits.target), test_size=0.25, random_state=0, stratify=digits.target
     )
     model = DigitsTransformer()
-    epochs, batch = 25, 64
+    epochs, batch = 20, 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
     steps = epochs * -(-len(train_x) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)

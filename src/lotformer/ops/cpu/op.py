@@ -131,7 +131,7 @@ def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError(
         'the CPU kernel has no second derivative. Use `backend="reference"`, which is differentiable any number of '
-        "times."
+        "times for the Sinkhorn solver."
     )
 
 
