@@ -543,7 +543,7 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
     reverse_key_plan(r, near, far, g, one, weights, y, nullptr, dg, &sink);
   }
   const System system = open_system(head);
-  factorise(system, sink.matrices, p.padded, head.workers, square, head.worker[0].columns2, kBackwardRidge);
+  factorise(system, sink.matrices, head.workers, head.worker[0].columns2, kBackwardRidge);
   apply_inverse(system, 1, dg);
   float* x = head.arena.zeros<float>(p.padded);
   for (int j = 0; j < p.rank; j++) {
