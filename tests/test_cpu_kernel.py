@@ -52,7 +52,7 @@ def test_at_large_eps_it_is_as_good_as_fp32_can_be(shape: str, eps: float) -> No
     expected = run(x, torch.float64, "reference", eps=eps)
     plain = errors(run(x, torch.float32, "reference", eps=eps), expected)
     for name, error in errors(run(x, torch.float32, "cpu", eps=eps), expected).items():
-        assert error <= max(1e-5, plain[name]), name
+        assert error <= max(1e-5, 2 * plain[name]), name
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
