@@ -52,7 +52,7 @@ def test_at_large_eps_it_is_as_good_as_fp32_can_be(shape: str, eps: float) -> No
     expected = run(x, torch.float64, "reference", eps=eps)
     plain = errors(run(x, torch.float32, "reference", eps=eps), expected)
     for name, error in errors(run(x, torch.float32, "cpu", eps=eps), expected).items():
-        assert error <= max(1e-5, plain[name]), name
+        assert error <= max(1e-5, 2 * plain[name]), name
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -78,6 +78,22 @@ def test_any_number_of_sweeps_agrees(iters: int) -> None:
     x = problem(query_masses=True, key_masses=True)
     got = run(x, torch.float32, "cpu", eps=0.3, iters=iters)
     assert_agrees(got, run(x, torch.float64, "reference", eps=0.3, iters=iters), 1e-5)
+
+
+@pytest.mark.parametrize("n", [197, 1500], ids=["all tokens", "sample first"])
+@pytest.mark.parametrize("eps", [1.0, 0.1])
+def test_newton_reaches_its_tolerance_where_sinkhorn_does_not(n: int, eps: float) -> None:
+    """With the identity as values the output is the attention matrix, here of as many keys as values have columns."""
+    x = {name: t.float() for name, t in problem(1, 2, n, 197, 32, 64, 197).items()}
+    x["v"] = torch.eye(197).expand(1, 2, 197, 197)
+
+    def residual(solver: str) -> float:
+        columns = lot_attention(**x, eps=eps, solver=solver, tol=1e-5, backend="cpu").double().mean(2)
+        return (columns * 197 - 1).abs().max().item()
+
+    assert residual("newton") < 1e-5
+    if eps == 0.1:
+        assert residual("newton") < 1e-3 * residual("sinkhorn")
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

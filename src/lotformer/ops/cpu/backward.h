@@ -543,7 +543,7 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
     reverse_key_plan(r, near, far, g, one, weights, y, nullptr, dg, &sink);
   }
   const System system = open_system(head);
-  factorise(system, sink.matrices, p.padded, head.workers, square, head.worker[0].columns2, kBackwardRidge);
+  factorise(system, sink.matrices, head.workers, head.worker[0].columns2, kBackwardRidge);
   apply_inverse(system, 1, dg);
   float* x = head.arena.zeros<float>(p.padded);
   for (int j = 0; j < p.rank; j++) {
@@ -645,11 +645,14 @@ static void backward(const Call& c) {
   job.numbers = arena.zeros<double>(job.groups * c.heads * (c.rank + 1));
   auto body = [](int64_t begin, int64_t end, void* context) {
     const BackwardJob& j = *static_cast<const BackwardJob*>(context);
+    const size_t outer = j.call->host.mark();
+    j.call->host.scratch(1);  // keeps the stack, and with it the memory, from head to head
     for (int64_t i = begin; i < end; i++) {
       const int64_t group = i / j.call->heads, h = i % j.call->heads;
       for (int64_t b = group; b < j.call->batch; b += j.groups)
         backward_head(*j.call, b, h, j.workers, j.totals(group, h));
     }
+    j.call->host.release(outer);
   };
   if (job.workers > 1)
     body(0, job.groups * c.heads, &job);

@@ -99,7 +99,10 @@ static void forward(const Call& c) {
       heads,
       [](int64_t begin, int64_t end, void* context) {
         const Call& call = *static_cast<const Call*>(context);
+        const size_t mark = call.host.mark();
+        call.host.scratch(1);  // keeps the stack, and with it the memory, from head to head
         for (int64_t i = begin; i < end; i++) forward_head(call, i / call.heads, i % call.heads, 1);
+        call.host.release(mark);
       },
       const_cast<Call*>(&c));
 }

@@ -11,7 +11,7 @@ namespace {
 
 using namespace lot;
 
-constexpr int kBlock = 48;
+constexpr int kBlock = 96;
 constexpr float kNothing = -1e30f;
 constexpr float kTiny = 1e-37f;
 

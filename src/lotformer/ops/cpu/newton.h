@@ -32,53 +32,67 @@ struct HessianSink {
   }
 };
 
-// The Hessian and solves with it.
+constexpr int kLanes = W / 2;
+typedef double VD __attribute__((vector_size(LOT_WIDTH * 4), aligned(8), may_alias));
+
+// y[from, to) += factor · x[from, to); `to` is a multiple of kLanes
+LOT_INLINE void add_scaled(double factor, const double* x, double* y, int from, int to) {
+  for (; from < to && from % kLanes; from++) y[from] += factor * x[from];
+  for (; from < to; from += kLanes)
+    *reinterpret_cast<VD*>(y + from) += factor * *reinterpret_cast<const VD*>(x + from);
+}
+
+// Edges of the graph whose Laplacian is the Hessian, and solves with it.
 struct System {
-  int rank;
-  double *laplacian, *factor;  // (rank, rank); the factor is upper triangular, of the scaled and filled matrix
-  double *weight, *work;       // (rank)
+  int rank, ld;                    // ld: rank rounded up, what is beyond is zero
+  double *edges, *factor;          // (rank, ld), upper triangles; the factor is of the scaled and filled Hessian
+  double *weight, *degree, *work;  // (ld)
 };
 
 static System open_system(const Head& head) {
-  const int64_t rank = head.pivots.rank;
-  return {int(rank), head.arena.take<double>(rank * rank), head.arena.take<double>(rank * rank),
-          head.arena.take<double>(rank), head.arena.take<double>(rank)};
+  const int64_t rank = head.pivots.rank, ld = head.pivots.padded;
+  double* numbers = head.arena.zeros<double>(3 * ld);
+  return {int(rank), int(ld), head.arena.zeros<double>(rank * ld), head.arena.zeros<double>(rank * ld),
+          numbers, numbers + ld, numbers + 2 * ld};
 }
 
 // H = Diag(C 1) − C from the edges C, then the Cholesky factor of D^-½ (H + b bᵀ) D^-½ + ridge, D = Diag(b).
-// A matrix that is not positive definite to rounding is replaced by the identity: a Sinkhorn step.
-static void factorise(const System& s, const float* edges, int64_t ld, int workers, int64_t stride, const double* b,
-                      double ridge) {
-  const int r = s.rank;
-  for (int i = 0; i < r; i++) s.laplacian[int64_t(i) * r + i] = 0;
-  for (int i = 0; i < r; i++)
+// A matrix that is not positive definite to rounding is replaced by the identity, a Sinkhorn step: then false.
+static bool factorise(const System& s, const float* edges, int workers, const double* b, double ridge) {
+  const int r = s.rank, ld = s.ld;
+  const int64_t stride = int64_t(ld) * ld;
+  for (int i = 0; i < r; i++) {
+    s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
+    s.degree[i] = 0;
+  }
+  for (int i = 0; i < r; i++) {
+    double* edge = s.edges + int64_t(i) * ld;
+    for (int j = i + 1; j < r; j++) edge[j] = edges[i * ld + j];
+    for (int w = 1; w < workers; w++)
+      for (int j = i + 1; j < r; j++) edge[j] += edges[w * stride + i * ld + j];
+    double* row = s.factor + int64_t(i) * ld;
+    const double weight = s.weight[i], mass = b[i];
+    double sum[4] = {0, 0, 0, 0};
     for (int j = i + 1; j < r; j++) {
-      double edge = 0;
-      for (int w = 0; w < workers; w++) edge += edges[w * stride + i * ld + j];
-      s.laplacian[int64_t(i) * r + j] = s.laplacian[int64_t(j) * r + i] = -edge;
-      s.laplacian[int64_t(i) * r + i] += edge;
-      s.laplacian[int64_t(j) * r + j] += edge;
+      sum[j % 4] += edge[j];
+      s.degree[j] += edge[j];
+      row[j] = (mass * b[j] - edge[j]) * (weight * s.weight[j]);
     }
-  for (int i = 0; i < r; i++) s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
-  for (int i = 0; i < r; i++)
-    for (int j = i; j < r; j++)
-      s.factor[int64_t(i) * r + j] =
-          (s.laplacian[int64_t(i) * r + j] + b[i] * b[j]) * s.weight[i] * s.weight[j] + (i == j ? ridge : 0);
+    s.degree[i] += sum[0] + sum[1] + (sum[2] + sum[3]);
+    row[i] = (s.degree[i] + mass * mass) * weight * weight + ridge;
+  }
   for (int k = 0; k < r; k++) {
-    double* row = s.factor + int64_t(k) * r;
+    double* row = s.factor + int64_t(k) * ld;
     if (!(row[k] > 1e-14)) {
       for (int i = 0; i < r; i++)
-        for (int j = i; j < r; j++) s.factor[int64_t(i) * r + j] = i == j;
-      return;
+        for (int j = i; j < r; j++) s.factor[int64_t(i) * ld + j] = i == j;
+      return false;
     }
     const double inverse = 1 / sqrt(row[k]);
     for (int j = k; j < r; j++) row[j] *= inverse;
-    for (int i = k + 1; i < r; i++) {
-      const double x = row[i];
-      double* below = s.factor + int64_t(i) * r;
-      for (int j = i; j < r; j++) below[j] -= x * row[j];
-    }
+    for (int i = k + 1; i < r; i++) add_scaled(-row[i], row, s.factor + int64_t(i) * ld, i, ld);
   }
+  return true;
 }
 
 // x ← sign · H⁺ x
@@ -86,12 +100,12 @@ static void apply_inverse(const System& s, double sign, double* x) {
   const int r = s.rank;
   for (int i = 0; i < r; i++) s.work[i] = x[i] * s.weight[i] * sign;
   for (int k = 0; k < r; k++) {
-    const double* row = s.factor + int64_t(k) * r;
+    const double* row = s.factor + int64_t(k) * s.ld;
     const double y = s.work[k] /= row[k];
-    for (int i = k + 1; i < r; i++) s.work[i] -= row[i] * y;
+    add_scaled(-y, row, s.work, k + 1, s.ld);
   }
   for (int k = r - 1; k >= 0; k--) {
-    const double* row = s.factor + int64_t(k) * r;
+    const double* row = s.factor + int64_t(k) * s.ld;
     double sum[4] = {s.work[k], 0, 0, 0};
     int i = k + 1;
     for (; i + 4 <= r; i += 4)
@@ -122,9 +136,10 @@ struct Newton {
   System system;
   HessianSink sink;
   float* potential;  // (padded)
-  // what one pass tells, (rank) each
+  // what one pass tells, (rank) each; `plain` only at β = 1, where the last step is taken with it
   double *plain, *corrector, *tangent;
   double error, length, reach;
+  bool newton;  // whether the steps are Newton's and not the fallback
 };
 
 static Newton open_newton(const Head& head) {
@@ -192,9 +207,8 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
   });
   collect_columns(head);
   const double *b = head.worker[0].columns2, *drift = head.worker[0].columns;
-  factorise(n.system, n.sink.matrices, p.padded, head.workers, square, b, kRidge);
+  n.newton = factorise(n.system, n.sink.matrices, head.workers, b, kRidge);
   n.error = 0;
-  double slope = 0;
   for (int j = 0; j < p.rank; j++) {
     const double ratio = log(most(b[j], 1e-38)) - p.log_mass[j];
     n.error = ratio == ratio ? most(n.error, fabs(ratio)) : 1e300;
@@ -202,24 +216,29 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
     n.corrector[j] = b[j] * ratio;
     n.tangent[j] = drift[j];
   }
-  apply_inverse(n.system, -1, n.plain);
   apply_inverse(n.system, -1, n.corrector);
+  auto slope_along = [&](const double* x) {
+    double slope = 0;
+    for (int j = 0; j < p.rank; j++) slope += x[j] * (b[j] - p.mass[j]);
+    return slope;
+  };
+  double slope = slope_along(n.corrector);
+  const bool descends = slope < 0;  // Newton on log b = log m is faster from afar, where it is a descent direction
   if (moving) apply_inverse(n.system, -1, n.tangent);
-  for (int j = 0; j < p.rank; j++) slope += n.corrector[j] * (b[j] - p.mass[j]);
-  if (!(slope < 0)) {  // Newton on log b = log m is faster from afar, but only where it descends
+  if (!moving || !descends) apply_inverse(n.system, -1, n.plain);
+  if (!descends) {
     memcpy(n.corrector, n.plain, sizeof(double) * size_t(p.rank));
-    slope = 0;
-    for (int j = 0; j < p.rank; j++) slope += n.corrector[j] * (b[j] - p.mass[j]);
+    slope = slope_along(n.corrector);
   }
   n.reach = range_of(n.corrector, p.rank);
   n.length = 1;
   if (n.reach >= 1) {
     double curvature = 0;
-    for (int i = 0; i < p.rank; i++) {
-      double row = 0;
-      for (int j = 0; j < p.rank; j++) row += n.system.laplacian[int64_t(i) * p.rank + j] * n.corrector[j];
-      curvature += row * n.corrector[i];
-    }
+    for (int i = 0; i < p.rank; i++)
+      for (int j = i + 1; j < p.rank; j++) {
+        const double across = n.corrector[i] - n.corrector[j];
+        curvature += n.system.edges[int64_t(i) * p.padded + j] * across * across;
+      }
     const double ratio = least(most(-slope / most(curvature, 1e-30), 1.0), 1e6), scaled = kBoldness * n.reach;
     n.length = least(log1p(ratio * scaled) / scaled, 1.0);
   }
@@ -281,10 +300,11 @@ static bool solve_cloud(Newton& n, const Cloud& cloud, bool cold, double tol, do
     if (stalled) break;
     if (improved) {
       best_error = n.error;
-      // the step from here is known already: take it if the problem is quadratic at that distance
-      const bool near = range_of(n.plain, rank) < 0.5;
-      for (int j = 0; j < rank; j++) best[j] = g[j] + (near ? n.plain[j] : 0);
-      if (best_error < tol) break;
+      // The step from here is known already: take it if the problem is quadratic at that distance. It leaves
+      // |b'' / b| / 2 ≤ 5/8 range², and a little for the rounding of the Hessian, so it need not be looked at.
+      const double range = range_of(n.plain, rank);
+      for (int j = 0; j < rank; j++) best[j] = g[j] + (range < 0.5 ? n.plain[j] : 0);
+      if (best_error < tol || (n.newton && range < 0.5 && 0.7 * range * range + 1e-5 * range < tol)) break;
     }
     const bool settled = n.error < kSettled && n.reach < kLargeStep;
     const double next = settled ? least(kPace * beta, 1.0) : beta;

@@ -5,12 +5,29 @@
 #include <new>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace lot {
 namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kKept = size_t(4) << 20;     // of an idle thread
 constexpr size_t kSmallest = size_t(1) << 18;
+
+constexpr size_t kHugePage = size_t(2) << 20;
+
+// Large memory asks for huge pages: it is streamed once per sweep.
+char* allocate(size_t size) {
+  void* data = nullptr;
+  const bool large = size >= 2 * kHugePage;
+  if (posix_memalign(&data, large ? kHugePage : kAlignment, size) != 0) throw std::bad_alloc();
+#ifdef __linux__
+  if (large) madvise(data, size, MADV_HUGEPAGE);
+#endif
+  return static_cast<char*>(data);
+}
 
 struct Piece {
   char* data;
@@ -40,9 +57,7 @@ struct Stack {
     if (at == pieces.size()) {
       const size_t begin = pieces.empty() ? 0 : pieces.back().begin + pieces.back().size;
       const size_t size = bytes > kSmallest ? bytes : kSmallest;
-      void* data = nullptr;
-      if (posix_memalign(&data, kAlignment, size) != 0) throw std::bad_alloc();
-      pieces.push_back({static_cast<char*>(data), size, begin});
+      pieces.push_back({allocate(size), size, begin});
     }
     Piece& piece = pieces[at];
     if (top < piece.begin) top = piece.begin;
@@ -60,8 +75,7 @@ struct Stack {
       shrink(0);
     } else if (pieces.size() > 1) {  // one piece the next time
       shrink(0);
-      void* data = nullptr;
-      if (posix_memalign(&data, kAlignment, total) == 0) pieces.push_back({static_cast<char*>(data), total, 0});
+      pieces.push_back({allocate(total), total, 0});
     }
   }
 };

@@ -15,7 +15,13 @@ typedef float VU __attribute__((vector_size(LOT_WIDTH * 4), aligned(4), may_alia
 
 LOT_INLINE V load(const float* p) { return *reinterpret_cast<const VU*>(p); }
 LOT_INLINE void store(float* p, V v) { *reinterpret_cast<VU*>(p) = v; }
-LOT_INLINE V splat(float x) { return V{} + x; }
+#if LOT_WIDTH == 4
+LOT_INLINE V splat(float x) { return V{x, x, x, x}; }
+#elif LOT_WIDTH == 8
+LOT_INLINE V splat(float x) { return V{x, x, x, x, x, x, x, x}; }
+#else
+LOT_INLINE V splat(float x) { return V{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#endif
 LOT_INLINE V vmax(V a, V b) { return a > b ? a : b; }
 template <class T>
 LOT_INLINE T least(T a, T b) {
