@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, zoo
+from . import bench, figures, zoo
+from .convert import convert
+from .demo import demo
+from .doctor import doctor
 
 app = typer.Typer(
     name="lotformer",
@@ -20,5 +23,9 @@ def main() -> None:
     """Linear-time, doubly stochastic attention: look at it, convert with it, measure it."""
 
 
+app.command()(doctor)
+app.add_typer(figures.app, name="figures")
 app.add_typer(bench.app, name="bench")
 app.command("zoo")(zoo.zoo_command)
+app.command()(convert)
+app.command()(demo)
