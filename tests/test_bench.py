@@ -62,6 +62,9 @@ def test_runtime_writes_every_point_and_a_figure(tmp_path, backward):
     )  # fmt: skip
     result = load(tmp_path / "out.json")
     assert result["direction"] == ("forward + backward" if backward else "forward")
+    panels = {p["label"]: p["panel"] for p in result["points"]}
+    assert panels["softmax"] == "quadratic"
+    assert panels["local"] == panels["lot r=4"] == "linear"
     assert result["lot_backend"] in [backend.name for backend in backends.BACKENDS]
     measured = {(p["label"], p["n"]) for p in result["points"] if p["milliseconds"] > 0 and p["repeats"] >= 3}
     labels = {"softmax", "local", "lot r=4", "lot r=8"}

@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from .base import Attention, Cost, Entry
-from .fused import fused_softmax
+from .fused import fused_softmax, into_blocks
 from .masking import zero_padding
 
 _LONGEST = 2**24
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
-_ROWS_AT_ONCE = 4096  # queries scored together: bounds the memory of the sampled keys
+_SHARING = 64  # neighbouring queries that are scored on the same sample of keys
 
 
 class Informer(Attention):
     """The `factor · ⌈ln N⌉` queries with the largest `max_j s_ij - mean_j s_ij` attend by softmax, `s = q kᵀ D^-1/2`.
 
-    The measure is estimated for every query on `factor · ⌈ln M⌉` keys of its own; the other queries get the mean of
-    the real values. Lengths count real tokens. The sample is a randomly shifted Weyl sequence, drawn once from
-    `seed`, so that the result does not change from call to call (the public code draws anew each time, and divides
-    the sampled sum by M instead of the size of the sample).
+    The measure is estimated on a sample of `factor · ⌈ln M⌉` keys; the other queries get the mean of the real values.
+    Lengths count real tokens. The sample is a randomly shifted Weyl sequence, drawn once from `seed`, so that the
+    result does not change from call to call, and 64 neighbouring queries share one, so that it is a product of
+    matrices (the public code draws anew for each query and call, and divides the sampled sum by M instead of the
+    size of the sample).
     """
 
     shifts: Tensor
@@ -72,20 +73,19 @@ class Informer(Attention):
         samples = min(self._budget(k.shape[2]), k.shape[2])
         counted = torch.arange(samples, device=q.device) < self._budgets(keys)[:, None]
         counted = counted[:, None, None, :]
-        position = self._real_positions(k, key_mask)
-        parts = []
-        for start in range(0, n, _ROWS_AT_ONCE):
-            rows = q[:, :, start : start + _ROWS_AT_ONCE].float()
-            index = torch.arange(start, start + rows.shape[2], device=q.device, dtype=torch.float64)
-            fraction = torch.frac(self.shifts[:samples] + _GOLDEN * index[:, None])
-            sampled = (fraction * keys[:, None, None]).long()
-            sampled = torch.take_along_dim(position[:, None, :], sampled, 2).flatten(1)
-            near = torch.take_along_dim(k, sampled[:, None, :, None], 2).unflatten(2, (-1, samples)).float()
-            scores = (near @ rows[..., None]).squeeze(-1)
-            highest = scores.masked_fill(~counted, -torch.inf).amax(-1)
-            total = scores.masked_fill(~counted, 0.0).sum(-1)
-            parts.append(highest - total / counted.sum(-1).clamp_min(1))
-        measure = torch.cat(parts, 2).nan_to_num(neginf=-torch.finfo(torch.float32).max)
+        blocks = -(-n // _SHARING)
+        index = torch.arange(blocks, device=q.device, dtype=torch.float64)
+        fraction = torch.frac(self.shifts[:samples] + _GOLDEN * index[:, None])
+        sampled = (fraction * keys[:, None, None]).long().flatten(1)
+        if key_mask is not None:  # the place among the real keys, as a position
+            sampled = torch.sort(~key_mask, dim=-1, stable=True).indices.gather(1, sampled)
+        sampled = sampled[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+        near = k.gather(2, sampled).unflatten(2, (blocks, samples)).float()
+        scores = (into_blocks(q, _SHARING).float() @ near.mT).flatten(2, 3)[:, :, :n]
+        highest = scores.masked_fill(~counted, -torch.inf).amax(-1)
+        total = scores.masked_fill(~counted, 0.0).sum(-1)
+        measure = highest - total / counted.sum(-1).clamp_min(1)
+        measure = measure.nan_to_num(neginf=-torch.finfo(torch.float32).max)
         return measure if query_mask is None else measure.masked_fill(~query_mask[:, None], -torch.inf)
 
     def _budget(self, length: int) -> int:
@@ -103,17 +103,11 @@ class Informer(Attention):
             return torch.full((x.shape[0],), x.shape[2], device=x.device)
         return mask.sum(-1)
 
-    def _real_positions(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Positions `(B, M)` of the real tokens, in order, padding after them."""
-        if mask is None:
-            return torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
-        return torch.sort(~mask, dim=-1, stable=True).indices
-
 
 def cost(n: int, d: int, *, factor: int = 5, **_: object) -> Cost:
-    """Sampled scores for every query and full rows for the active ones; the sampled keys are copied out."""
+    """Sampled scores for every query and full rows for the active ones."""
     active = min(factor * math.ceil(math.log(max(n, 2))), n)
-    return Cost(flops=2.0 * n * active * d + 4.0 * n * active * d, bytes=16.0 * n * d + 8.0 * n * active * d)
+    return Cost(flops=2.0 * n * active * d + 4.0 * n * active * d, bytes=16.0 * n * d + 8.0 * n * active)
 
 
 ENTRY = Entry(

@@ -20,22 +20,22 @@ def draw_runtime(result: RuntimeResult, path: Path, *, solid_rank: int = 64) -> 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     lot = [p for p in result.points if p.mechanism == "lot"]
     others = [p for p in result.points if p.mechanism != "lot"]
-    for axis, title, linear in zip(axes, ("quadratic", "linear"), (False, True), strict=True):
-        for label, points in _curves([p for p in others if p.linear == linear]).items():
+    for axis, panel in zip(axes, ("quadratic", "linear"), strict=True):
+        for label, points in _curves([p for p in others if p.panel == panel]).items():
             _plot(axis, points, label=label, marker="o", markersize=3)
         for label, points in _curves(lot).items():
             solid = label == f"lot r={solid_rank}" or len(_curves(lot)) == 1
             rank = int(label.split("=")[1])
             _plot(axis, points, label=label, color="black", linestyle="-" if solid else "--",
                   linewidth=2 if solid else 0.8, alpha=1.0 if solid else 0.35 + rank / 512)  # fmt: skip
-        axis.set(title=f"against {title} mechanisms", xlabel="tokens", xscale="log", yscale="log")
+        axis.set(title=f"against {panel} mechanisms", xlabel="tokens", xscale="log", yscale="log")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=7)
     axes[0].set_ylabel(f"{result.direction}, milliseconds")
     source = result.provenance
     figure.suptitle(
-        f"B{result.batch} H{result.heads} D{result.head_dim}, fp32, {source.threads} threads, {source.cpu}, "
+        f"B{result.batch} H{result.heads} D{result.head_dim}, fp32, threads: {source.threads}, {source.cpu}, "
         f"torch {source.torch}",
         fontsize=8,
     )

@@ -33,8 +33,10 @@ class Candidate:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def linear(self) -> bool:
-        return entry(self.mechanism).linear
+    def panel(self) -> str:
+        """The side of the figure: what the paper puts among the quadratic ones stays there, whatever its cost here."""
+        linear = entry(self.mechanism).linear and self.mechanism not in QUADRATIC
+        return "linear" if linear else "quadratic"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Point:
 
     label: str
     mechanism: str
-    linear: bool
+    panel: str
     n: int
     milliseconds: float | None
     median_milliseconds: float | None = None
@@ -125,14 +127,14 @@ def run(
             largest[label] = work, _bytes_of(calls[label])  # also warms it up
         timings = alternate(calls, seconds_each=seconds_each, warm_up=False)
         for candidate in chosen:
-            label, linear = candidate.label, candidate.linear
+            label, panel = candidate.label, candidate.panel
             if label in reasons:
-                point = Point(label, candidate.mechanism, linear, n, None, skipped=reasons[label])
+                point = Point(label, candidate.mechanism, panel, n, None, skipped=reasons[label])
             else:
                 timing = timings[label]
                 slowest[label] = Workload(candidate.mechanism, sized, backward, candidate.options), timing.best
                 point = Point(
-                    label, candidate.mechanism, linear, n, 1e3 * timing.best, 1e3 * timing.median, timing.repeats
+                    label, candidate.mechanism, panel, n, 1e3 * timing.best, 1e3 * timing.median, timing.repeats
                 )
             points.append(point)
             on_point(point)

@@ -38,11 +38,13 @@ def alternate(
     seconds_each: float = 0.5,
     min_repeats: int = 3,
     max_repeats: int = 400,
+    patience: float = 10.0,
     warm_up: bool = True,
 ) -> dict[str, Timing]:
     """Time the runs in turns, so that a slow moment of the machine hits all of them.
 
-    A run leaves the rotation when it has had its seconds and `min_repeats`, or `max_repeats`.
+    A run leaves the rotation when it has had its seconds and `min_repeats`, or `max_repeats`, or all the
+    `patience` in seconds there is for a slow one.
     """
     if warm_up:
         for run in runs.values():
@@ -55,7 +57,9 @@ def alternate(
             run()
             taken = samples[name]
             taken.append(time.perf_counter() - start)
-            if len(taken) >= max_repeats or (len(taken) >= min_repeats and sum(taken) >= seconds_each):
+            spent = sum(taken)
+            enough = len(taken) >= min_repeats and spent >= seconds_each
+            if enough or len(taken) >= max_repeats or spent >= patience:
                 del waiting[name]
     return {name: Timing(min(s), sorted(s)[len(s) // 2], len(s)) for name, s in samples.items()}
 
