@@ -50,7 +50,7 @@ def _convert(
 
     torch.manual_seed(seed)
     model, tokenizer = _load(source)
-    console.print(conversion.convert(model, mechanism, rank=rank, eps=eps, key_masses=key_masses))
+    console.print(str(conversion.convert(model, mechanism, rank=rank, eps=eps, key_masses=key_masses)))
     if steps or finetune_steps:
         lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
         lines = [line for line in lines if line.strip()]
@@ -65,10 +65,10 @@ def _convert(
 
             if steps:
                 report = conversion.calibrate(model, batches, objective=objective, steps=steps, seed=seed, on_step=show)
-                console.print(report)
+                console.print(str(report))
             if finetune_steps:
-                console.print(conversion.finetune(model, batches, steps=finetune_steps, seed=seed, on_step=show))
-        console.print(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)]))
+                console.print(str(conversion.finetune(model, batches, steps=finetune_steps, seed=seed, on_step=show)))
+        console.print(str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     console.print(f"Saved to [bold]{out}[/]; load it with AutoModel.from_pretrained after `import lotformer`.")
@@ -76,9 +76,11 @@ def _convert(
 
 def _load(source: str) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel, AutoTokenizer, logging
     except ImportError as error:
         raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     path = Path(source)
     if not path.is_dir():
         if not source.isidentifier() or importlib.util.find_spec(source) is None:
