@@ -10,7 +10,7 @@ import torch
 from lotformer import attention
 from lotformer.attention import attention_matrix, diagnose
 
-D = 5
+D = 6
 
 
 def tokens(n: int = 7, m: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,11 +20,6 @@ from lotformer.nn.inverse import iterative_pseudo_inverse
 B, H, D = 2, 3, 6
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def tokens(n: int, m: int | None = None, *, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     m = n if m is None else m
     shapes = ((B, H, n, D), (B, H, m, D), (B, H, m, D))
@@ -530,3 +525,40 @@ def test_gradients_are_those_of_the_formula_also_under_a_mask(name: str) -> None
         return module(q, k, v, mask, mask, grid=(2, 2))
 
     assert torch.autograd.gradcheck(run, (q, k, v, *parameters))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("name", GRADCHECKED)
+def test_nothing_to_read_gives_zeros(name: str) -> None:
+    module = attention.build(name, head_dim=4, num_heads=2)
+    q = torch.randn(2, 2, 4, 4, requires_grad=True)
+    nothing = torch.randn(2, 2, 0, 4)
+    assert module(nothing, nothing, nothing).shape == (2, 2, 0, 4)
+    if not attention.entry(name).needs_equal_lengths:
+        out = module(q, nothing, nothing)
+        assert not out.any()
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ({"key_mask": torch.ones(2, 9)}, "key_mask.*boolean.*torch.float32"),
+        ({"key_mask": torch.ones(9, dtype=torch.bool)}, r"key_mask.*\(2, 9\).*\(9,\)"),
+        ({"query_mask": torch.ones(2, 9, dtype=torch.bool)}, r"query_mask.*\(2, 7\).*\(2, 9\)"),
+    ],
+    ids=["float", "no-batch", "wrong-length"],
+)
+def test_masks_of_the_wrong_kind_or_shape_are_named(masks: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build("performer")(*tokens(7, 9), **masks)
+
+
+def test_tokens_of_another_layer_are_named() -> None:
+    q, k, v = tokens(7)
+    with pytest.raises(ValueError, match=r"3 heads of dimension 6.*\(2, 2, 7, 6\)"):
+        build("cosformer")(q[:, :2], k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="keys and values"):
+        build("cosformer")(q, k, v[:, :, :5])

@@ -65,8 +65,8 @@ class DeltaNet(Attention):
             clean_q = zero_padding(q, key_mask if query_mask is None else query_mask)
             clean = clean_q, zero_padding(k, key_mask), zero_padding(v, key_mask)
             queries, keys, values = (x.to(dtype) for x in clean)
-            gate = torch.einsum("bhnd,hd->bhn", keys, self.gate.to(dtype)) + self.gate_bias.to(dtype)[:, None]
-            beta = zero_padding(gate.sigmoid()[..., None], key_mask)
+            gate = (keys * self.gate.to(dtype)[:, None]).sum(-1, keepdim=True)
+            beta = zero_padding((gate + self.gate_bias.to(dtype)[:, None, None]).sigmoid(), key_mask)
             out = run_directions(self._causal, (queries, keys, values, beta), self.bidirectional)
             if self.norm is not None:
                 out = F.rms_norm(out, (self.head_dim,), self.norm.to(dtype), eps=1e-5)

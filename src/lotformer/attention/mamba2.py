@@ -74,8 +74,8 @@ class Mamba2(Attention):
             clean_q = zero_padding(q, key_mask if query_mask is None else query_mask)
             clean = clean_q, zero_padding(k, key_mask), zero_padding(v, key_mask)
             queries, keys, values = (x.to(dtype) for x in clean)
-            step = torch.einsum("bhnd,hd->bhn", keys, self.step.to(dtype)) + self.step_bias.to(dtype)[:, None]
-            step = zero_padding(F.softplus(step)[..., None], key_mask)
+            step = (keys * self.step.to(dtype)[:, None]).sum(-1, keepdim=True)
+            step = zero_padding(F.softplus(step + self.step_bias.to(dtype)[:, None, None]), key_mask)
             out = run_directions(self._causal, (queries, keys, values, step), self.bidirectional)
             if self.gate is not None:
                 out = out * F.silu(queries @ self.gate.to(dtype))

@@ -60,9 +60,9 @@ def cpu_model() -> str:
 
 def write_json(result: Any, path: Path) -> None:
     """Write a dataclass as JSON; a reader never sees half a file."""
+    text = json.dumps(dataclasses.asdict(result), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump(dataclasses.asdict(result), file, indent=1)
-        file.write("\n")
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..attention import entry
 from . import process
@@ -34,7 +34,7 @@ class ZooRow:
     parameters: int
     flops: dict[int, float]
     milliseconds: dict[int, float]
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     notes: str = ""
 
 
@@ -58,33 +58,37 @@ def run(
     seconds_each: float,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> ZooResult:
-    """Measure every mechanism at `shape.n` tokens, the linear ones at `long` too. Memory at `shape.n`."""
+    """Time every mechanism at `shape.n` tokens, the linear ones at `long` too. Memory at `shape.n`."""
     rows = []
     for name in mechanisms:
-        rows.append(_row(name, shape, long, provenance, seconds_each))
+        rows.append(_row(name, shape, long, provenance.seed, seconds_each))
         on_row(name)
-    return ZooResult(provenance, shape.batch, shape.heads, shape.head_dim, shape.n, long, tuple(rows))
+    peaks, reasons = _peaks(mechanisms, shape, provenance)
+    complete = (
+        replace(
+            row,
+            peak_bytes=peaks.get(row.name),
+            notes="; ".join(note for note in (row.notes, reasons.get(row.name)) if note),
+        )
+        for row in rows
+    )
+    return ZooResult(provenance, shape.batch, shape.heads, shape.head_dim, shape.n, long, tuple(complete))
 
 
-def _row(name: str, shape: Shape, long: int, provenance: Provenance, seconds_each: float) -> ZooRow:
+def _row(name: str, shape: Shape, long: int, seed: int, seconds_each: float) -> ZooRow:
+    """All about a mechanism but its memory."""
     about = entry(name)
-    notes = []
-    milliseconds = {}
+    notes, milliseconds, parameters = [], {}, 0
     for n in (shape.n, long) if about.linear else (shape.n,):
-        work = Workload(name, Shape(n, shape.batch, shape.heads, shape.head_dim), seed=provenance.seed)
+        work = Workload(name, Shape(n, shape.batch, shape.heads, shape.head_dim), seed=seed)
         reason = too_large(work)
         if reason:
             notes.append(f"N={n}: {reason}")
             continue
         milliseconds[n] = 1e3 * alternate({name: work.prepare()}, seconds_each=seconds_each)[name].best
-    training = Workload(name, shape, backward=True, seed=provenance.seed)
-    module = training.module()
-    peak = None
-    reason = too_large(training)
-    if reason:
-        notes.append(f"memory: {reason}")
-    elif process.can_measure_peak():
-        peak = measure([training], provenance.threads)[0].peak
+    module = Workload(name, shape, seed=seed).module()
+    if module is not None:
+        parameters = sum(p.numel() for p in module.parameters())
     heads = shape.batch * shape.heads
     return ZooRow(
         name=name,
@@ -97,9 +101,19 @@ def _row(name: str, shape: Shape, long: int, provenance: Provenance, seconds_eac
         fixed_length=about.fixed_length,
         needs_equal_lengths=about.needs_equal_lengths,
         needs_grid=about.needs_grid,
-        parameters=0 if module is None else sum(p.numel() for p in module.parameters()),
+        parameters=parameters,
         flops={n: heads * about.cost(n, shape.head_dim).flops for n in (shape.n, long)},
         milliseconds=milliseconds,
-        peak_bytes=peak,
         notes="; ".join(notes),
     )
+
+
+def _peaks(mechanisms: Sequence[str], shape: Shape, provenance: Provenance) -> tuple[dict[str, int], dict[str, str]]:
+    """Peak bytes by name, and for the others why there are none; one process measures them all."""
+    if not process.can_measure_peak():
+        return {}, {}
+    works = {name: Workload(name, shape, backward=True, seed=provenance.seed) for name in mechanisms}
+    reasons = {name: f"memory: {reason}" for name, work in works.items() if (reason := too_large(work))}
+    fitting = {name: work for name, work in works.items() if name not in reasons}
+    usages = measure(list(fitting.values()), provenance.threads)
+    return {name: usage.peak for name, usage in zip(fitting, usages, strict=True)}, reasons

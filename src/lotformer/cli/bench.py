@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .. import attention
 from ..bench import figure, memory, roofline, runtime
 from ..bench.agreement import KernelDisagrees, check_backend
 from ..bench.report import Provenance, provenance, write_json
@@ -70,7 +71,7 @@ def runtime_command(
                 output or Path(f"results/against-sdpa{suffix}.json"),
             )  # fmt: skip
             return
-        names = mechanisms.split(",") if mechanisms else [*runtime.QUADRATIC, *runtime.LINEAR, "lot"]
+        names = mechanism_names(mechanisms or ",".join([*runtime.QUADRATIC, *runtime.LINEAR, "lot"]))
         lot_ranks = _numbers(ranks, "--ranks")
         chosen = runtime.candidates(names, lot_ranks, {"iters": iters, "eps": eps, "backend": backend})
         used = None
@@ -122,7 +123,9 @@ def memory_command(
     console = Console()
     source = provenance(command_line(), threads=threads, seed=seed)
     alternatives: dict[str, tuple[str, dict[str, object]]] = {"sdpa": ("sdpa", {})}
-    for name in mechanisms.split(","):
+    for name in mechanism_names(mechanisms):
+        if name == "lot":
+            _checked(console, backend, [rank], head_dim=head_dim, heads=heads, eps=eps, iters=iters, backward=True)
         options: dict[str, object] = (
             {"rank": rank, "iters": iters, "eps": eps, "backend": backend} if name == "lot" else {}
         )
@@ -192,6 +195,14 @@ def roofline_command(
 def command_line() -> str:
     """The command as typed, without the path of the program."""
     return " ".join(["lotformer", *sys.argv[1:]])
+
+
+def mechanism_names(text: str) -> list[str]:
+    """Names separated by commas, each known to the registry."""
+    try:
+        return [attention.entry(name.strip()).name for name in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
 
 
 def doubling(first: int, last: int) -> list[int]:

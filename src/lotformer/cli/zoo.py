@@ -16,7 +16,7 @@ from ..bench import zoo
 from ..bench.report import provenance, write_json
 from ..bench.timing import thread_count
 from ..bench.workload import Shape
-from .bench import CORES, Seed, Threads, command_line
+from .bench import CORES, Seed, Threads, command_line, mechanism_names
 
 
 def zoo_command(
@@ -32,12 +32,11 @@ def zoo_command(
 ) -> None:
     """Print what every mechanism promises and what it costs on this machine."""
     console = Console()
-    names = mechanisms.split(",") if mechanisms else attention.names()
-    entries = [attention.entry(name) for name in names]
+    names = mechanism_names(mechanisms) if mechanisms else attention.names()
     with thread_count(threads), Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Measuring", total=len(entries))
+        task = progress.add_task("Measuring", total=len(names))
         result = zoo.run(
-            [entry.name for entry in entries],
+            names,
             Shape(n, 1, heads, head_dim),
             long,
             provenance=provenance(command_line(), threads=threads, seed=seed),

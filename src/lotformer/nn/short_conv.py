@@ -18,5 +18,7 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, heads, length, dim = x.shape
         channels_first = x.transpose(2, 3).reshape(batch, heads * dim, length)
-        mixed = F.silu(self.conv(F.pad(channels_first, (self.conv.kernel_size[0] - 1, 0))))
+        kernel = self.conv.weight.to(x.dtype)
+        padded = F.pad(channels_first, (kernel.shape[-1] - 1, 0))
+        mixed = F.silu(F.conv1d(padded, kernel, groups=heads * dim))
         return mixed.reshape(batch, heads, dim, length).transpose(2, 3)
