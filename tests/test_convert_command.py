@@ -53,6 +53,21 @@ class TestConvertCommand:
         assert len(converted(model)) == 2
         transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
+    def test_heads_and_decoders_survive(self, checkpoint, tmp_path):
+        config = transformers.BartConfig(
+            vocab_size=len(WORDS), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
+            decoder_attention_heads=3, encoder_ffn_dim=20, decoder_ffn_dim=20, pad_token_id=0, bos_token_id=2,
+            eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
+        )  # fmt: skip
+        original = transformers.BartForConditionalGeneration(config)
+        original.save_pretrained(checkpoint)
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 1)
+        assert code == 0, said
+        again = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "out")
+        assert [name for name, _ in converted(again)] == ["model.encoder.layers.0.self_attn"]
+        kept = dict(again.state_dict())
+        assert all(torch.equal(kept[name], value) for name, value in original.state_dict().items())
+
     def test_an_unreadable_checkpoint_is_one_clear_error(self, checkpoint, tmp_path):
         (checkpoint / "model.safetensors").write_bytes(b"nonsense")
         code, said = run(checkpoint, "--out", tmp_path / "out")

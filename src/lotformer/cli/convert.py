@@ -57,6 +57,8 @@ def _convert(
         if not lines:
             raise ValueError(f"{texts} holds no text.")
         batches = text_batches(tokenizer, lines)
+        if model.config.is_encoder_decoder:  # the encoder is what learns; the decoder only has to run
+            batches = [{**batch, "decoder_input_ids": batch["input_ids"][:, :1]} for batch in batches]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("calibrating")
 
@@ -71,12 +73,15 @@ def _convert(
         console.print(str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    console.print(f"Saved to [bold]{out}[/]; load it with AutoModel.from_pretrained after `import lotformer`.")
+    console.print(
+        f"Saved to [bold]{out}[/]; load it with {type(model).__name__}.from_pretrained after `import lotformer`."
+    )
 
 
 def _load(source: str) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModel, AutoTokenizer, logging
+        import transformers
+        from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
     except ImportError as error:
         raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
     logging.set_verbosity_error()
@@ -89,6 +94,9 @@ def _load(source: str) -> tuple[Any, Any]:
     if not (path / "config.json").is_file():
         raise ValueError(f"there is no config.json in {path}: not a Hugging Face checkpoint.")
     try:
-        return AutoModel.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
+        named = AutoConfig.from_pretrained(str(path)).architectures or []
+        # the class that was saved keeps its head; AutoModel would drop it
+        kind = getattr(transformers, named[0], AutoModel) if named else AutoModel
+        return kind.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
     except Exception as error:
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
