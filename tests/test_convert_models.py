@@ -232,6 +232,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="it is causal"):
             lotformer.convert(SMALL["marian"].build(), layers=["model.decoder.layers.0.self_attn"])
 
+    def test_a_probe_the_mechanism_cannot_run_undoes_the_conversion(self):
+        encoder, x = torch_encoder(), torch.randn(2, 7, 24)
+        before = output(encoder, x)
+        with pytest.raises(ValueError, match="7 tokens do not form a square"):
+            lotformer.convert(encoder, rank=5, local_conv="2d", probe=x)
+        assert torch.equal(output(encoder, x), before)
+
     def test_reverting_what_was_never_converted(self):
         with pytest.raises(ValueError, match="nothing to revert"):
             lotformer.revert(SMALL["bert"].build())

@@ -50,13 +50,15 @@ def _convert(
 
     torch.manual_seed(seed)
     model, tokenizer = _load(source)
-    console.print(conversion.convert(model, mechanism, rank=rank, eps=eps, key_masses=key_masses))
+    console.print(str(conversion.convert(model, mechanism, rank=rank, eps=eps, key_masses=key_masses)))
     if steps or finetune_steps:
         lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
         lines = [line for line in lines if line.strip()]
         if not lines:
             raise ValueError(f"{texts} holds no text.")
         batches = text_batches(tokenizer, lines)
+        if model.config.is_encoder_decoder:  # the encoder is what learns; the decoder only has to run
+            batches = [{**batch, "decoder_input_ids": batch["input_ids"][:, :1]} for batch in batches]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("calibrating")
 
@@ -65,20 +67,25 @@ def _convert(
 
             if steps:
                 report = conversion.calibrate(model, batches, objective=objective, steps=steps, seed=seed, on_step=show)
-                console.print(report)
+                console.print(str(report))
             if finetune_steps:
-                console.print(conversion.finetune(model, batches, steps=finetune_steps, seed=seed, on_step=show))
-        console.print(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)]))
+                console.print(str(conversion.finetune(model, batches, steps=finetune_steps, seed=seed, on_step=show)))
+        console.print(str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    console.print(f"Saved to [bold]{out}[/]; load it with AutoModel.from_pretrained after `import lotformer`.")
+    console.print(
+        f"Saved to [bold]{out}[/]; load it with {type(model).__name__}.from_pretrained after `import lotformer`."
+    )
 
 
 def _load(source: str) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModel, AutoTokenizer
+        import transformers
+        from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
     except ImportError as error:
         raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     path = Path(source)
     if not path.is_dir():
         if not source.isidentifier() or importlib.util.find_spec(source) is None:
@@ -87,6 +94,9 @@ def _load(source: str) -> tuple[Any, Any]:
     if not (path / "config.json").is_file():
         raise ValueError(f"there is no config.json in {path}: not a Hugging Face checkpoint.")
     try:
-        return AutoModel.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
+        named = AutoConfig.from_pretrained(str(path)).architectures or []
+        # the class that was saved keeps its head; AutoModel would drop it
+        kind = getattr(transformers, named[0], AutoModel) if named else AutoModel
+        return kind.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
     except Exception as error:
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error

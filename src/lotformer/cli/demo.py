@@ -66,9 +66,7 @@ def demo(
 
     console.print(str(result.conversion).splitlines()[0])
     title = f"Against the original, on {result.held_back_texts} sentences kept back"
-    table = Table(
-        "", "cosine", "rank corr.", "same neighbour", "residual max", "d.s. error mean", "seconds", title=title
-    )
+    table = Table("", "cosine", "ranks", "neighbour", "residual", "d.s. error", "seconds", title=title)
     if result.sts_softmax is not None:
         table.add_column(f"STS-B of {result.sts_softmax:.4f}")
     for stage in result.stages:

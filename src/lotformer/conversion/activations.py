@@ -27,6 +27,13 @@ class LayerInput:
     mask: Tensor | None
 
 
+def _moved(layer_input: LayerInput, device: torch.device) -> LayerInput:
+    """The same on another device, contiguous: views into larger buffers would hold more than they must."""
+    mask = layer_input.mask
+    q, k, v = (x.to(device).contiguous() for x in (layer_input.q, layer_input.k, layer_input.v))
+    return LayerInput(q, k, v, None if mask is None else mask.to(device))
+
+
 class _Recorder(SoftmaxAttention):
     """Softmax attention that notes what it was given."""
 
@@ -44,8 +51,8 @@ class _Recorder(SoftmaxAttention):
 class Activations:
     """What each converted layer of a model saw, batch by batch, with softmax in place of its mechanism.
 
-    Up to `memory_limit` bytes stay in memory; further batches go to files in a temporary folder, which lives as
-    long as the `with` block.
+    Up to `memory_limit` bytes stay in the memory of the host, whatever device the model is on; further batches go to
+    files in a temporary folder, which lives as long as the `with` block.
 
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
@@ -58,6 +65,7 @@ class Activations:
         self._kept: list[dict[str, LayerInput] | Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
+        self._device = torch.device("cpu")
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
@@ -77,9 +85,11 @@ class Activations:
 
     def __getitem__(self, index: int) -> dict[str, LayerInput]:
         kept = self._kept[index]
-        if not isinstance(kept, Path):
+        if isinstance(kept, Path):
+            kept = {name: LayerInput(*tensors) for name, tensors in torch.load(kept, weights_only=True).items()}
+        if self._device.type == "cpu":
             return kept
-        return {name: LayerInput(*tensors) for name, tensors in torch.load(kept, weights_only=True).items()}
+        return {name: _moved(layer_input, self._device) for name, layer_input in kept.items()}
 
     def __enter__(self) -> Activations:
         return self
@@ -127,11 +137,8 @@ class Activations:
         return [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
 
     def _keep(self, seen: dict[str, LayerInput]) -> None:
-        # inputs are views into larger buffers: copies hold no more than they must
-        seen = {
-            name: LayerInput(*(None if x is None else x.contiguous() for x in (i.q, i.k, i.v, i.mask)))  # type: ignore[arg-type]
-            for name, i in seen.items()
-        }
+        self._device = next(iter(seen.values())).q.device
+        seen = {name: _moved(layer_input, torch.device("cpu")) for name, layer_input in seen.items()}
         size = sum(x.nbytes for i in seen.values() for x in (i.q, i.k, i.v))
         if size <= self._free:
             self._free -= size

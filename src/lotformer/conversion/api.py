@@ -75,7 +75,13 @@ def convert(
         if mine:
             host.attach(model, mine, lambda site: mechanisms[site.name], Record(host_name, mechanism, dict(settings)))
     _write_recipe(model, mechanism, settings, layers)
-    after = probing.output(model, inputs)
+    try:
+        after = probing.output(model, inputs)
+    except Exception:
+        if probe is not None:  # the user's batch must work, or nothing has happened
+            revert(model)
+            raise
+        after = None  # a made-up batch need not suit every mechanism
 
     rows = {site.name: Layer(site.name, _kind(site), True, "", _count(mechanisms[site.name])) for _, site in sites}
     rows |= {skip.name: Layer(skip.name, _kind(skip), False, skip.reason) for skip in skipped}

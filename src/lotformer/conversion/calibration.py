@@ -154,9 +154,11 @@ class _Trainer:
         holdout: float,
     ) -> None:
         self.cache, self.mechanisms, self.parameters, self.objective = cache, mechanisms, parameters, objective
-        held = int(holdout * len(cache)) if len(cache) >= 5 else 0
-        self.held = list(range(len(cache) - held, len(cache))) or list(range(len(cache)))
-        self.pool = len(cache) - held
+        # evenly spaced: batches often come sorted by length
+        held = round(holdout * len(cache)) if len(cache) >= 5 else 0
+        chosen = {int((i + 0.5) * len(cache) / held) for i in range(held)}
+        self.pool = [i for i in range(len(cache)) if i not in chosen]
+        self.held = sorted(chosen) or self.pool
         self.steps, self.exact_from = steps, math.floor((1 - exact_share) * steps)
         self.exact = {name: getattr(m, "solver", None) == "newton" for name, m in mechanisms.items()}
         self.optimizer = torch.optim.Adam(parameters, lr=lr)
@@ -174,8 +176,8 @@ class _Trainer:
     def advance(self) -> float:
         """One Adam step on one batch; returns the objective averaged over layers."""
         if not self.order:
-            self.order = torch.randperm(self.pool, generator=self.generator).tolist()
-        batch = self.cache[self.order.pop()]
+            self.order = torch.randperm(len(self.pool), generator=self.generator).tolist()
+        batch = self.cache[self.pool[self.order.pop()]]
         self.use_exact_solver(self.step >= self.exact_from)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.5 * self.lr * (1 + math.cos(math.pi * self.step / self.steps))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention.softmax import SoftmaxAttention
 from .probe import Batch, call, main_tensor
-from .sites import MECHANISM, mechanism_of, require_converted
+from .sites import MECHANISM, converted, mechanism_of, require_converted
 
 TaskLoss = Callable[[Any, Batch], Tensor]
 """Maps a model's output and the batch it came from to a scalar loss."""
@@ -52,7 +52,7 @@ def finetune(
     checkpoint: str | Path | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> FinetuningReport:
-    """Train every weight of a converted model.
+    """Train every weight of a converted model (or, on a task, of any model: the baseline by the same loop).
 
     Without `loss`, the model imitates its own outputs of before the conversion and needs no labels:
     `(1 − cos(pooled, pooled*)) + hidden_weight · ‖h − h*‖² / ‖h*‖²`, where pooled is the mean over real tokens and h
@@ -71,9 +71,9 @@ def finetune(
         raise ValueError(f"steps must be at least 1, got {steps}.")
     if not batches:
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
-    require_converted(model)
-    if teacher is None and loss is None:
-        teacher = softmax_copy(model)
+    if loss is None:
+        require_converted(model)
+        teacher = softmax_copy(model) if teacher is None else teacher
     start = time.perf_counter()
     modes = {module: module.training for module in model.modules()}
     frozen = _freeze_embeddings(model) if freeze_embeddings else []
@@ -169,7 +169,7 @@ class _Run:
         seed: int,
     ) -> None:
         self.model, self.batches, self.steps = model, batches, steps
-        self.mechanisms = [mechanism_of(module) for _, module in require_converted(model)]
+        self.mechanisms = [mechanism_of(module) for _, module in converted(model)]
         self.exact = [getattr(mechanism, "solver", None) == "newton" for mechanism in self.mechanisms]
         self.exact_from = math.floor((1 - exact_share) * steps)
         own = {id(p) for mechanism in self.mechanisms for p in mechanism.parameters()}

@@ -61,7 +61,10 @@ def difference(before: Tensor | None, after: Tensor | None) -> Probe | None:
 
 
 def sample_inputs(model: nn.Module) -> Batch | None:
-    """Two random samples of the kind the model takes, or None where its config does not tell."""
+    """Two random samples of the kind the model takes, or None where its config does not tell.
+
+    Sequences have 16 tokens, a square, for mechanisms that see a grid.
+    """
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
         return None
@@ -76,7 +79,7 @@ def sample_inputs(model: nn.Module) -> Batch | None:
     vocabulary = getattr(config, "vocab_size", None)
     if main_input == "input_ids" and isinstance(vocabulary, int):
         # the first and last ids are often special tokens that models count
-        ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 1 + vocabulary // 4), (2, 11), generator=generator)
+        ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 1 + vocabulary // 4), (2, 16), generator=generator)
         batch = {"input_ids": ids.to(parameter.device)}
         if getattr(config, "is_encoder_decoder", False):
             batch["decoder_input_ids"] = ids[:, :5].to(parameter.device)
@@ -88,5 +91,5 @@ def sample_inputs(model: nn.Module) -> Batch | None:
         return torch.randn(shape, generator=generator).to(like)
     if isinstance(model, nn.TransformerEncoder):
         width = model.layers[0].self_attn.embed_dim
-        return torch.randn(2, 7, width, generator=generator).to(like)
+        return torch.randn(2, 16, width, generator=generator).to(like)
     return None

@@ -97,10 +97,11 @@ def _fidelity(result: DemoResult) -> str:
     return (
         "<section><h2>How much of the model survives</h2>"
         f"<p>Calibrated on {result.calibration_texts:,} sentences of Python's reference manual, judged on "
-        f"{result.held_back_texts:,} sentences of topics kept back, against the original model. "
-        "<b>Residual</b>: how far a column sum of the attention matrix is from the key's mass. <b>Doubly stochastic "
-        "error</b>: how far it is from one. Learned key masses make the second large on purpose: trained encoders have "
-        "attention sinks, which no doubly stochastic matrix can imitate.</p><table><thead><tr>"
+        f"{result.held_back_texts:,} sentences of topics kept back, against the original model. <b>Calibrated</b>: "
+        "only the new parameters have learned. <b>Fine-tuned</b>: all weights have, without labels, from the "
+        "original's outputs. <b>Residual</b>: how far a column sum of the attention matrix is from the key's mass. "
+        "<b>Doubly stochastic error</b>: how far it is from one. Learned key masses make the second large on purpose: "
+        "trained encoders have attention sinks, which no doubly stochastic matrix can imitate.</p><table><thead><tr>"
         + "".join(f"<th>{name}</th>" for name in head)
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></section>"
     )

@@ -98,11 +98,11 @@ def run(
 
     report = conversion.convert(model, "lot", rank=rank)
     listen("measuring the fresh conversion", 0, 1)
-    stages = [judge.stage("converted, nothing learned", model, 0.0)]
+    stages = [judge.stage("only converted", model, 0.0)]
     calibrated = conversion.calibrate(
         model, batches, steps=steps, seed=seed, on_step=lambda now, total, _: listen("calibrating", now, total)
     )
-    stages.append(judge.stage("calibrated (new parameters only)", model, calibrated.seconds))
+    stages.append(judge.stage("calibrated", model, calibrated.seconds))
     if finetune_steps:
         tuned = conversion.finetune(
             model,
@@ -112,7 +112,7 @@ def run(
             seed=seed,
             on_step=lambda now, total, _: listen("fine-tuning without labels", now, total),
         )
-        stages.append(judge.stage("fine-tuned (all weights, no labels)", model, tuned.seconds))
+        stages.append(judge.stage("fine-tuned", model, tuned.seconds))
 
     saved = folder / "all-MiniLM-L6-v2-lot"
     model.save_pretrained(saved)
