@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import reference
+from . import reference, triton
 from .problem import Problem
 
 
@@ -27,7 +27,9 @@ class Backend:
 
 _REFERENCE = Backend("reference", reference.run, lambda: None, lambda problem: None)
 
-BACKENDS: tuple[Backend, ...] = (_REFERENCE,)
+_TRITON = Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported)
+
+BACKENDS: tuple[Backend, ...] = (_TRITON, _REFERENCE)
 """In order of preference; the reference comes last and runs everything."""
 
 

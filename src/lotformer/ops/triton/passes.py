@@ -1,0 +1,678 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Passes over the tokens, for sequences whose scores do not fit on chip.
+
+A program owns a chunk of one head's tokens and walks through it block by block, forming scores again from the
+tokens. What a pass learns about the pivots, r numbers (r² for Newton's Hessian) a chunk, goes to a small buffer that
+the next pass reduces in a fixed order: no atomics, and the same bits in every run. The slots of the potentials are
+those of `fused`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .algebra import (
+    advance,
+    first_guess,
+    implicit_solve,
+    log_residual,
+    look,
+    polish,
+    record,
+    score_spread,
+)
+from .tiles import (
+    NEGATIVE,
+    inner_products,
+    log_masses,
+    real_rows,
+    reverse_sweep,
+    row_lse,
+    row_softmax,
+    scores,
+    store_product,
+)
+
+GROUP = tl.constexpr(16)  # chunks reduced at a time
+_NEVER = tl.constexpr(1e38)
+
+
+@triton.jit
+def _reduced_lse(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
+    """Log of the column sums from each chunk's `(max, sum)`, `(chunks, 2, R)`."""
+    top = tl.full([BLOCK_R], NEGATIVE, tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(0, chunks, GROUP):
+        at = start + tl.arange(0, GROUP)
+        ok = (at < chunks)[:, None] & column_ok[None, :]
+        pointer = partials + at[:, None] * 2 * rank + columns[None, :]
+        tops = tl.load(pointer, ok, NEGATIVE)
+        sums = tl.load(pointer + rank, ok, 0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        total = total * tl.exp(top - higher) + tl.sum(sums * tl.exp(tops - higher[None, :]), 0)
+        top = higher
+    return tl.where(column_ok, top + tl.log(tl.where(column_ok, total, 1.0)), 0.0)
+
+
+@triton.jit
+def _reduced_sum(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
+    """Sum over chunks of `(chunks, R)`."""
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(0, chunks, GROUP):
+        at = start + tl.arange(0, GROUP)
+        ok = (at < chunks)[:, None] & column_ok[None, :]
+        total += tl.sum(tl.load(partials + at[:, None] * rank + columns[None, :], ok, 0.0), 0)
+    return total
+
+
+@triton.jit
+def _potential(
+    potentials, partials, log_m, slot, chunk_id, chunks, rank, columns, column_ok,
+    REDUCE: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The potential in a slot, reduced from what the pass before left and then kept there, or found there."""
+    if REDUCE:
+        lse = _reduced_lse(partials, chunks, rank, columns, column_ok, BLOCK_R)
+        g = tl.where(column_ok, log_m - lse, 0.0)
+        if chunk_id == 0:
+            tl.store(potentials + slot * rank + columns, g, column_ok)
+    else:
+        g = tl.load(potentials + slot * rank + columns, column_ok, 0.0)
+    return g
+
+
+@triton.jit
+def sweep_kernel(
+    x, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, slots, slot, chunk, chunks, uniform,
+    FROM_TOKENS: tl.constexpr, REDUCE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Half of a sweep: with the token potentials that belong to `slot` (zero if `FROM_TOKENS`), sum the columns."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    x += b * x_b + h * x_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    g = tl.zeros([BLOCK_R], tl.float32)
+    if not FROM_TOKENS:
+        g = _potential(
+            potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot, chunk_id,
+            chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
+        )  # fmt: skip
+    top = tl.full([BLOCK_R], NEGATIVE, tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        t = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
+        block = x + tl.cast(start, tl.int64) * x_n
+        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        if not FROM_TOKENS:
+            t -= row_lse(s + g[None, :])
+        s += t[:, None]
+        higher = tl.maximum(top, tl.max(s, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[None, :]), 0)
+        top = higher
+    partials_out += (head * chunks + chunk_id) * 2 * rank + columns
+    tl.store(partials_out, top, column_ok)
+    tl.store(partials_out + rank, total, column_ok)
+
+
+@triton.jit
+def values_kernel(
+    k, v, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out, u_partials,
+    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, width, slots, slot, chunk, chunks, uniform,
+    REDUCE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`Wᵀ v` of a chunk of keys, columns of W relative to their largest entry in the chunk."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    g = _potential(
+        potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot,
+        chunk_id + tl.program_id(2), chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
+    )  # fmt: skip
+    rows = tl.arange(0, BLOCK_N)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = d < width
+    top = tl.full([BLOCK_R], NEGATIVE, tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    carried = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        t = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
+        offset = tl.cast(start, tl.int64)
+        s = scores(k + offset * k_n, k_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        s += (t - row_lse(s + g[None, :]))[:, None]
+        higher = tl.maximum(top, tl.max(s, 0))
+        shrink = tl.exp(top - higher)
+        weights = tl.exp(s - higher[None, :])
+        total = total * shrink + tl.sum(weights, 0)
+        top = higher
+        pointer = v + offset * v_n + rows[:, None] * v_n + d[None, :]
+        values = tl.load(pointer, ok[:, None] & inside[None, :], 0.0).to(tl.float32)
+        carried = tl.dot(tl.trans(weights), values, carried * shrink[:, None], input_precision=PRECISION)
+    slot_out = head * chunks + chunk_id
+    if tl.program_id(2) == 0:
+        tl.store(partials_out + slot_out * 2 * rank + columns, top, column_ok)
+        tl.store(partials_out + (slot_out * 2 + 1) * rank + columns, total, column_ok)
+    u_partials += slot_out * rank * width
+    tl.store(u_partials + columns[:, None] * width + d[None, :], carried, column_ok[:, None] & inside[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    partials, u_partials, log_m, potentials, u,
+    heads, rank, width, slots, chunks,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`Wᵀ v` of a head from its chunks, and the last slot of the key potentials."""
+    head = tl.program_id(0).to(tl.int64)
+    h = head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    ok = column_ok[:, None] & (d < width)[None, :]
+    partials += head * chunks * 2 * rank
+    u_partials += head * chunks * rank * width
+    lse = _reduced_lse(partials, chunks, rank, columns, column_ok, BLOCK_R)
+    carried = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for c in range(chunks):
+        top = tl.load(partials + c * 2 * rank + columns, column_ok, NEGATIVE)
+        part = tl.load(u_partials + c * rank * width + columns[:, None] * width + d[None, :], ok, 0.0)
+        carried += part * tl.exp(top - lse)[:, None]
+    tl.store(u + head * rank * width + columns[:, None] * width + d[None, :], carried, ok)
+    if tl.program_id(1) == 0:
+        log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+        tl.store(potentials + (head * slots + slots - 1) * rank + columns, log_pivots - lse, column_ok)
+
+
+@triton.jit
+def output_kernel(
+    q, z, log_m, valid, potentials, partials, u, out,
+    q_b, q_h, q_n, valid_b,
+    heads, tokens, rank, depth, width, slots, slot, chunk, chunks,
+    REDUCE: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`P u` for a chunk of queries."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    q += b * q_b + h * q_h
+    valid += b * valid_b
+    out += head * tokens * width
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    g = _potential(
+        potentials + head * slots * rank, partials + head * chunks * 2 * rank, log_pivots, slot, chunk_id,
+        chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
+    )  # fmt: skip
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        offset = tl.cast(start, tl.int64)
+        s = scores(q + offset * q_n, q_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        plan = tl.where(ok[:, None], row_softmax(s + g[None, :]), 0.0)
+        inside = start + tl.arange(0, BLOCK_N) < tokens
+        store_product(
+            out + offset * width, width, inside, plan, u + head * rank * width, columns, column_ok, 0, width, width,
+            BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def backward_output_kernel(
+    q, z, valid, potentials, u, grad_out, y_partials, u_partials,
+    q_b, q_h, q_n, valid_b, out_b, out_h, out_n,
+    heads, tokens, rank, depth, width, slots, chunk, chunks,
+    HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's part of the gradients of `u` and of the last query potential."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    q += b * q_b + h * q_h
+    valid += b * valid_b
+    u += head * rank * width
+    grad_out += b * out_b + h * out_h
+    g = tl.load(potentials + (head * slots + slots - 1) * rank + columns, column_ok, 0.0)
+    rows = tl.arange(0, BLOCK_N)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = d < width
+    y = tl.zeros([BLOCK_R], tl.float32)
+    carried = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        offset = tl.cast(start, tl.int64)
+        s = scores(q + offset * q_n, q_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        plan = tl.where(ok[:, None], row_softmax(s + g[None, :]), 0.0)
+        block = grad_out + offset * out_n
+        pull = inner_products(
+            block, out_n, ok, u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
+        )  # fmt: skip
+        y += tl.sum(plan * (pull - tl.sum(plan * pull, 1)[:, None]), 0)
+        gradient = tl.load(block + rows[:, None] * out_n + d[None, :], ok[:, None] & inside[None, :], 0.0)
+        carried = tl.dot(tl.trans(plan), gradient.to(tl.float32), carried, input_precision=PRECISION)
+    slot_out = head * chunks + chunk_id
+    if tl.program_id(2) == 0:
+        tl.store(y_partials + slot_out * rank + columns, y, column_ok)
+    u_partials += slot_out * rank * width
+    tl.store(u_partials + columns[:, None] * width + d[None, :], carried, column_ok[:, None] & inside[None, :])
+
+
+@triton.jit
+def backward_values_kernel(
+    k, v, z, log_m, log_a_ptr, valid, potentials, u, grad_u, y_partials,
+    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, width, slots, chunk, chunks, uniform,
+    HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's part of the gradient of the last but one key potential."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    u += head * rank * width
+    grad_u += head * rank * width
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    potentials += (head * slots + slots - 2) * rank + columns
+    g = tl.load(potentials, column_ok, 0.0)
+    g_next = tl.load(potentials + rank, column_ok, 0.0) - log_pivots
+    carried = _row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
+    y = tl.zeros([BLOCK_R], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
+        offset = tl.cast(start, tl.int64)
+        s = scores(k + offset * k_n, k_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        pull = inner_products(
+            v + offset * v_n, v_n, ok, grad_u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
+        )  # fmt: skip
+        t = s + g[None, :]
+        f = row_lse(t)
+        plan = tl.exp(s + (log_a - f)[:, None] + g_next[None, :])
+        gained = tl.sum(plan * (pull - carried[None, :]), 1)
+        y -= tl.sum(tl.exp(t - f[:, None]) * gained[:, None], 0)
+    tl.store(y_partials + (head * chunks + chunk_id) * rank + columns, y, column_ok)
+
+
+@triton.jit
+def _row_products(x, y, columns, column_ok, width, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`Σ_d x_jd y_jd` of two contiguous `(R, width)`."""
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        ok = column_ok[:, None] & (d < width)[None, :]
+        at = columns[:, None] * width + d[None, :]
+        total += tl.sum(tl.load(x + at, ok, 0.0) * tl.load(y + at, ok, 0.0), 1)
+    return total
+
+
+@triton.jit
+def backward_sweep_kernel(
+    x, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, partials_out,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, slots, slot, chunk, chunks, uniform,
+    HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of the potential in `slot + 1` to a chunk's part of that in `slot`."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    x += b * x_b + h * x_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    here = (head * slots + slot) * rank + columns
+    g = tl.load(potentials + here, column_ok, 0.0)
+    g_next = tl.load(potentials + here + rank, column_ok, 0.0)
+    y = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+    if chunk_id == 0:
+        tl.store(grad_potentials + here + rank, y, column_ok)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
+        block = x + tl.cast(start, tl.int64) * x_n
+        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        _, _, part = reverse_sweep(s, log_a, log_pivots, g, g_next, y)
+        total += part
+    tl.store(partials_out + (head * chunks + chunk_id) * rank + columns, total, column_ok)
+
+
+@triton.jit
+def backward_tokens_kernel(
+    x, v, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, u, grad_u, grad_out,
+    grad_x, grad_v, grad_log_a, z_partials,
+    x_b, x_h, x_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, out_b, out_h, out_n,
+    heads, tokens, rank, depth, width, iters, slots, chunk, chunks, uniform,
+    KEYS: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    MASS_GRADIENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The last pass: gradients of the tokens of one side, and a chunk's part of that of the pivots.
+
+    The gradient of the scores is summed over the sweeps while the block is on chip, so it never exists in memory.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    leader = tl.program_id(2) == 0
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    x += b * x_b + h * x_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    potentials += head * slots * rank + columns
+    grad_potentials += head * slots * rank + columns
+    u += head * rank * width
+    if NEWTON:
+        y = tl.load(grad_potentials, column_ok, 0.0)
+    else:
+        y = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+        if leader & (chunk_id == 0):
+            tl.store(grad_potentials + (0 if KEYS else 1) * rank, y, column_ok)
+    if KEYS:
+        v += b * v_b + h * v_h
+        grad_u += head * rank * width
+        carried = _row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
+    else:
+        grad_out += b * out_b + h * out_h
+
+    rows = tl.arange(0, BLOCK_N)
+    first_d = tl.program_id(2) * BLOCK_D
+    d = first_d + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
+        inside = start + rows < tokens
+        offset = tl.cast(start, tl.int64)
+        s = scores(x + offset * x_n, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        if KEYS:
+            pull = inner_products(
+                v + offset * v_n, v_n, ok, grad_u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
+            )  # fmt: skip
+            t = s + tl.load(potentials + (slots - 2) * rank, column_ok, 0.0)[None, :]
+            f = row_lse(t)
+            p = tl.exp(t - f[:, None])
+            g_next = tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)
+            plan = tl.exp(s + (log_a - f)[:, None] + (g_next - log_pivots)[None, :])
+            if leader:
+                store_product(
+                    grad_v + (head * tokens + offset) * width, width, inside, tl.where(ok[:, None], plan, 0.0),
+                    grad_u, columns, column_ok, 0, width, width, BLOCK_N, BLOCK_K, PRECISION,
+                )  # fmt: skip
+            grad_s = plan * (pull - carried[None, :])
+            gained = tl.sum(grad_s, 1)
+            grad_s -= p * gained[:, None]
+        else:
+            pull = inner_products(
+                grad_out + offset * out_n, out_n, ok, u, columns, column_ok, width,
+                BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+            )  # fmt: skip
+            p = row_softmax(s + tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)[None, :])
+            plan = tl.where(ok[:, None], p, 0.0)
+            grad_s = plan * (pull - tl.sum(plan * pull, 1)[:, None])
+            gained = tl.zeros([BLOCK_N], tl.float32)
+        if NEWTON:
+            a = tl.exp(log_a)
+            mean = tl.sum(p * y[None, :], 1)
+            grad_s -= a[:, None] * p * (y[None, :] - mean[:, None])
+            gained -= a * mean
+        else:
+            for i in range(iters - 1 if KEYS else iters):
+                slot = potentials + i * rank
+                step = tl.load(grad_potentials + (i + 1) * rank, column_ok, 0.0)
+                if not KEYS:
+                    step = tl.where(i == 0, y, step)
+                change, given, _ = reverse_sweep(
+                    s, log_a, log_pivots, tl.load(slot, column_ok, 0.0), tl.load(slot + rank, column_ok, 0.0), step
+                )
+                grad_s += change
+                gained -= given
+            if KEYS:
+                g = tl.load(potentials, column_ok, 0.0)
+                moved = tl.exp(s + log_a[:, None] + (g - log_pivots)[None, :]) * y[None, :]
+                grad_s -= moved
+                gained -= tl.sum(moved, 1)
+        if MASS_GRADIENT:
+            if leader:
+                tl.store(grad_log_a + head * tokens + start + rows, gained, inside)
+        grad_s = tl.where(ok[:, None] & column_ok[None, :], grad_s, 0.0)
+        store_product(
+            grad_x + (head * tokens + offset) * depth, depth, inside, grad_s, z, columns, column_ok,
+            first_d, tl.minimum(first_d + BLOCK_D, depth), depth, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        block = tl.load(
+            x + offset * x_n + rows[:, None] * x_n + d[None, :], ok[:, None] & (d < depth)[None, :], 0.0
+        )  # fmt: skip
+        total = tl.dot(tl.trans(grad_s), block.to(tl.float32), total, input_precision=PRECISION)
+    z_partials += (head * chunks + chunk_id) * rank * depth
+    tl.store(z_partials + columns[:, None] * depth + d[None, :], total, column_ok[:, None] & (d < depth)[None, :])
+
+
+@triton.jit
+def newton_start_kernel(
+    x, z, log_a_ptr, valid, partials,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, chunk, chunks, uniform,
+    HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's part of the mean scores (R numbers) and of their mean range (one more)."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    b, h = head // heads, head % heads
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    z += h * rank * depth
+    x += b * x_b + h * x_h
+    log_a_ptr += b * a_b + h * a_h
+    valid += b * valid_b + h * valid_h
+    mean = tl.zeros([BLOCK_R], tl.float32)
+    spread = 0.0
+    first = chunk_id * chunk
+    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+        a = tl.exp(log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N))
+        block = x + tl.cast(start, tl.int64) * x_n
+        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+        mean += tl.sum(tl.where(column_ok[None, :], a[:, None] * s, 0.0), 0)
+        spread += score_spread(s, a, column_ok)
+    partials += (head * chunks + chunk_id) * (rank + 1)
+    tl.store(partials + columns, mean, column_ok)
+    tl.store(partials + rank, spread)
+
+
+@triton.jit
+def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl.constexpr):
+    """The state of a head at the start of the path.
+
+    `(R: potential, R: best potential, β, error of the best, finished)`
+    """
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+    partials += head * chunks * (rank + 1)
+    mean = tl.zeros([BLOCK_R], tl.float32)
+    spread = 0.0
+    for c in range(chunks):
+        mean += tl.load(partials + c * (rank + 1) + columns, column_ok, 0.0)
+        spread += tl.load(partials + c * (rank + 1) + rank)
+    beta, g = first_guess(log_pivots, spread, mean, column_ok)
+    state += head * (2 * rank + 3)
+    tl.store(state + columns, g, column_ok)
+    tl.store(state + rank + columns, g, column_ok)
+    tl.store(state + 2 * rank, beta)
+    tl.store(state + 2 * rank + 1, _NEVER)
+    tl.store(state + 2 * rank + 2, 0.0)
+
+
+@triton.jit
+def newton_look_kernel(
+    x, z, log_a_ptr, valid, state, partials,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    heads, tokens, rank, depth, state_size, chunk, chunks, uniform,
+    ON_PATH: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's part of `PᵀAP`, `b` and `∂b/∂β`, `(R² , R, R)` numbers; at β = 1 unless `ON_PATH`."""
+    head = tl.program_id(0).to(tl.int64)
+    chunk_id = tl.program_id(1)
+    state += head * state_size
+    beta = 1.0
+    finished = 0.0
+    if ON_PATH:
+        beta = tl.load(state + 2 * rank)
+        finished = tl.load(state + 2 * rank + 2)
+    if finished == 0.0:
+        b, h = head // heads, head % heads
+        columns = tl.arange(0, BLOCK_R)
+        column_ok = columns < rank
+        z += h * rank * depth
+        x += b * x_b + h * x_h
+        log_a_ptr += b * a_b + h * a_h
+        valid += b * valid_b + h * valid_h
+        g = tl.load(state + columns, column_ok, 0.0)
+        edges = tl.zeros([BLOCK_R, BLOCK_R], tl.float32)
+        sums = tl.zeros([BLOCK_R], tl.float32)
+        drift = tl.zeros([BLOCK_R], tl.float32)
+        first = chunk_id * chunk
+        for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
+            ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
+            a = tl.exp(log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N))
+            block = x + tl.cast(start, tl.int64) * x_n
+            s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+            block_edges, block_sums, block_drift = look(s, a, g, beta, PRECISION)
+            edges += block_edges
+            sums += block_sums
+            drift += block_drift
+        partials += (head * chunks + chunk_id) * rank * (rank + 2)
+        both = column_ok[:, None] & column_ok[None, :]
+        tl.store(partials + columns[:, None] * rank + columns[None, :], edges, both)
+        tl.store(partials + rank * rank + columns, sums, column_ok)
+        tl.store(partials + rank * (rank + 1) + columns, drift, column_ok)
+
+
+@triton.jit
+def _looked(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
+    """`PᵀAP`, `b` and `∂b/∂β` summed over the chunks."""
+    both = column_ok[:, None] & column_ok[None, :]
+    edges = tl.zeros([BLOCK_R, BLOCK_R], tl.float32)
+    sums = tl.zeros([BLOCK_R], tl.float32)
+    drift = tl.zeros([BLOCK_R], tl.float32)
+    for c in range(chunks):
+        part = partials + c * rank * (rank + 2)
+        edges += tl.load(part + columns[:, None] * rank + columns[None, :], both, 0.0)
+        sums += tl.load(part + rank * rank + columns, column_ok, 0.0)
+        drift += tl.load(part + rank * (rank + 1) + columns, column_ok, 0.0)
+    return edges, sums, drift
+
+
+@triton.jit
+def newton_step_kernel(
+    partials, log_m, state, heads, rank, chunks, tol, last, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """One step along the path. A head that has finished, or has no step left, holds its best potential."""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    state += head * (2 * rank + 3)
+    finished = tl.load(state + 2 * rank + 2)
+    if finished == 0.0:
+        log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+        g = tl.load(state + columns, column_ok, 0.0)
+        best = tl.load(state + rank + columns, column_ok, 0.0)
+        beta = tl.load(state + 2 * rank)
+        best_error = tl.load(state + 2 * rank + 1)
+        edges, b, drift = _looked(
+            partials + head * chunks * rank * (rank + 2), chunks, rank, columns, column_ok, BLOCK_R
+        )  # fmt: skip
+        error = tl.max(tl.abs(log_residual(b, log_pivots, column_ok)), 0)
+        best, best_error, stalled = record(beta, error, g, best, best_error)
+        done = (best_error < tol) | (stalled & (tol >= 0))
+        g, beta = advance(edges, b, drift, log_pivots, g, beta, error, columns, column_ok, rank)
+        g = tl.where((done | (last != 0)) & (best_error < _NEVER), best, g)
+        tl.store(state + columns, g, column_ok)
+        tl.store(state + rank + columns, best, column_ok)
+        tl.store(state + 2 * rank, beta)
+        tl.store(state + 2 * rank + 1, best_error)
+        tl.store(state + 2 * rank + 2, tl.where(done, 1.0, 0.0))
+
+
+@triton.jit
+def newton_finish_kernel(
+    partials, log_m, state, potentials, heads, rank, chunks, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """A last Newton step at β = 1; the result goes to both slots."""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+    g = tl.load(state + head * (2 * rank + 3) + columns, column_ok, 0.0)
+    edges, b, _ = _looked(partials + head * chunks * rank * (rank + 2), chunks, rank, columns, column_ok, BLOCK_R)
+    g = polish(edges, b, log_pivots, g, columns, column_ok, rank)
+    tl.store(potentials + head * 2 * rank + columns, g, column_ok)
+    tl.store(potentials + (head * 2 + 1) * rank + columns, g, column_ok)
+
+
+@triton.jit
+def implicit_kernel(
+    partials, y_partials, grad_potentials, rank, chunks, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """The implicit gradient: `H y = ` the gradient of the potential, kept in slot 0."""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_R)
+    column_ok = columns < rank
+    side = _reduced_sum(y_partials + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+    edges, b, _ = _looked(partials + head * chunks * rank * (rank + 2), chunks, rank, columns, column_ok, BLOCK_R)
+    y = implicit_solve(edges, b, side, columns, column_ok, rank)
+    tl.store(grad_potentials + head * 2 * rank + columns, y, column_ok)
