@@ -90,12 +90,12 @@ def score_spread(s, a, column_ok):
 
 
 @triton.jit
-def look(s, a, g, beta, PRECISION: tl.constexpr):
-    """Sums over a block of tokens at `(g, β)`: `PᵀAP`, `b = Pᵀa` and `∂b/∂β`."""
+def look(edges, s, a, g, beta, PRECISION: tl.constexpr):
+    """What a block of tokens says at `(g, β)`: adds its `PᵀAP` to `edges`, returns its `b = Pᵀa` and `∂b/∂β` too."""
     p = row_softmax(beta * s + g[None, :])
     weighted = a[:, None] * p
     drift = tl.sum(weighted * (s - tl.sum(p * s, 1)[:, None]), 0)
-    return tl.dot(tl.trans(weighted), p, input_precision=PRECISION), tl.sum(weighted, 0), drift
+    return tl.dot(tl.trans(weighted), p, edges, input_precision=PRECISION), tl.sum(weighted, 0), drift
 
 
 @triton.jit
@@ -144,23 +144,3 @@ def record(beta, error, g, best, best_error):
     improved = (beta >= 1) & (error < best_error)
     stalled = (beta >= 1) & (error >= best_error) & (best_error < _STALLED_BELOW)
     return tl.where(improved, g, best), tl.where(improved, error, best_error), stalled
-
-
-@triton.jit
-def newton_potential(s, a, log_m, columns, column_ok, rank, tol, passes, PRECISION: tl.constexpr):
-    """Potential of the pivots for a whole sequence held on chip; stops by itself when `tol` ≥ 0 is reached."""
-    spread = score_spread(s, a, column_ok)
-    beta, g = first_guess(log_m, spread, tl.sum(a[:, None] * s, 0), column_ok)
-    best = g
-    best_error = tl.full((), _HUGE, tl.float32)
-    count = 0
-    while count < passes:
-        edges, b, drift = look(s, a, g, beta, PRECISION)
-        error = tl.max(tl.abs(log_residual(b, log_m, column_ok)), 0)
-        best, best_error, stalled = record(beta, error, g, best, best_error)
-        finished = (best_error < tol) | (stalled & (tol >= 0))
-        g, beta = advance(edges, b, drift, log_m, g, beta, error, columns, column_ok, rank)
-        count = tl.where(finished, passes, count + 1)
-    g = tl.where(best_error < _HUGE, best, g)
-    edges, b, drift = look(s, a, g, 1.0, PRECISION)
-    return polish(edges, b, log_m, g, columns, column_ok, rank)

@@ -26,7 +26,6 @@ Launcher = Callable[[Any, tuple[int, ...], dict[str, Any], int], None]
 FUSED_TILE = 8192
 """Scores a program may hold: 32 registers a thread for each tile alive."""
 
-_BLOCK_K = 32
 _MOST_CHUNKS = 64
 _SMALLEST_CHUNK = 128
 _FLOOR = 2e-7  # fp32 cannot tell residuals below
@@ -202,17 +201,31 @@ def _out_strides(x: Tensor) -> dict[str, int]:
     return {"out_b": x.stride(0), "out_h": x.stride(1), "out_n": x.stride(2)}
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Block sizes by rank and strategy, chosen so that no kernel spills on any architecture; see `resources`."""
+
+    r: int
+    n: int
+    warps: int
+    k: int = 16
+
+    @staticmethod
+    def of(rank: int) -> Blocks:
+        r = _block(rank)
+        return Blocks(r=r, n=max(16, min(64, 4096 // r)), warps=8)
+
+    def d(self, depth: int) -> int:
+        """How much of the depth a program sums up at once."""
+        return max(16, min(_block(depth), 4096 // self.r))
+
+
 # one program for each head
-
-
-def _fused_warps(*tiles: int) -> int:
-    return 8 if max(tiles) > 2048 else 4
 
 
 def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, run: Launcher) -> None:
     queries, keys = _sides(inputs)
-    z = inputs.z
-    block_n, block_m, block_r = _block(queries.tokens), _block(keys.tokens), _block(inputs.rank)
+    z, blocks = inputs.z, Blocks.of(inputs.rank)
     strides = queries.strides("q", masses="query_a", valid="query_valid")
     strides |= keys.strides("k", masses="key_a", valid="key_valid") | _value_strides(inputs.v)
     del strides["query_valid_h"]  # queries are masked for all heads alike
@@ -222,14 +235,16 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
         "query_valid": _or(queries.valid, z), "key_valid": _or(keys.valid, z),
         "out": out, "query_g": query_g, "key_g": key_g, "u": u, **strides,
         "heads": inputs.q.shape[1], "n": queries.tokens, "m": keys.tokens, "rank": inputs.rank,
-        "depth": inputs.q.shape[3], "width": inputs.v.shape[3], "iters": inputs.iters,
+        "depth": inputs.q.shape[3], "width": inputs.v.shape[3], "iters": inputs.iters, "slots": inputs.slots,
         "query_uniform": queries.uniform, "key_uniform": keys.uniform,
         "tol": _tolerance(inputs), "passes": FIXED_PASSES if inputs.tol is None else MAX_PASSES,
         "NEWTON": inputs.newton, "QUERY_MASS": queries.log_a is not None, "KEY_MASS": keys.log_a is not None,
         "QUERY_VALID": queries.valid is not None, "KEY_VALID": keys.valid is not None,
-        "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_K": _BLOCK_K, "PRECISION": precision(),
+        "QUERY_TILE": _block(queries.tokens), "KEY_TILE": _block(keys.tokens),
+        "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": blocks.k, "BLOCK_D": blocks.d(inputs.v.shape[3]),
+        "PRECISION": precision(),
     }  # fmt: skip
-    run(fused.forward_kernel, (inputs.heads,), arguments, _fused_warps(block_n * block_r, block_m * block_r))
+    run(fused.forward_kernel, (inputs.heads,), arguments, blocks.warps)
 
 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
@@ -242,35 +257,26 @@ def _fused_backward(
     grad_potentials: tuple[Tensor, Tensor], grads: Gradients, run: Launcher,
 ) -> None:  # fmt: skip
     batch, heads, _, depth = inputs.q.shape
+    width, blocks = inputs.v.shape[3], Blocks.of(inputs.rank)
     grad_u = torch.empty_like(u)
     grad_z = inputs.z.new_empty(2, batch, heads, inputs.rank, depth)
-    queries, keys = _sides(inputs)
-    shared = {
-        "z": inputs.z, "log_m": inputs.log_m, "u": u, "grad_u": grad_u,
-        "heads": heads, "rank": inputs.rank, "depth": depth, "width": inputs.v.shape[3], "iters": inputs.iters,
-        "NEWTON": inputs.newton, "BLOCK_R": _block(inputs.rank), "BLOCK_K": _BLOCK_K, "PRECISION": precision(),
-    }  # fmt: skip
-
-    def of(side: _Side, name: str, index: int, grad_log_a: Tensor | None) -> dict[str, Any]:
-        return {
-            **shared, **side.strides(name), name: side.x,
-            "log_a_ptr": _or(side.log_a, inputs.z), "valid": _or(side.valid, inputs.z),
-            "potentials": potentials[index], "grad_potentials": grad_potentials[index],
-            "grad_z": grad_z[index], "grad_log_a": _or(grad_log_a, inputs.z), "uniform": side.uniform,
-            "HAS_MASS": side.log_a is not None, "HAS_VALID": side.valid is not None,
-            "MASS_GRADIENT": grad_log_a is not None, "BLOCK_N": _block(side.tokens),
+    given = ((grads.q, grads.query_log_a), (grads.k, grads.key_log_a))
+    for keys, (side, (grad_x, grad_log_a)) in enumerate(zip(_sides(inputs), given, strict=True)):
+        arguments = {
+            "x": side.x, "v": inputs.v, "z": inputs.z, "log_m": inputs.log_m,
+            "log_a": _or(side.log_a, inputs.z), "valid": _or(side.valid, inputs.z),
+            "potentials": potentials[keys], "u": u, "grad_u": grad_u, "grad_out": grad_out,
+            "grad_x": grad_x, "grad_v": grads.v, "grad_z": grad_z[keys], "grad_log_a": _or(grad_log_a, inputs.z),
+            "grad_potentials": grad_potentials[keys],
+            **side.strides("x"), **_value_strides(inputs.v), **_out_strides(grad_out),
+            "heads": heads, "tokens": side.tokens, "rank": inputs.rank, "depth": depth, "width": width,
+            "iters": inputs.iters, "slots": inputs.slots, "uniform": side.uniform,
+            "KEYS": bool(keys), "NEWTON": inputs.newton, "HAS_MASS": side.log_a is not None,
+            "HAS_VALID": side.valid is not None, "MASS_GRADIENT": grad_log_a is not None,
+            "TILE": _block(side.tokens), "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": blocks.k,
+            "BLOCK_D": blocks.d(max(depth, width)), "PRECISION": precision(),
         }  # fmt: skip
-
-    arguments = of(queries, "q", 0, grads.query_log_a)
-    arguments |= {"n": queries.tokens, "grad_out": grad_out, "grad_q": grads.q, **_out_strides(grad_out)}
-    del arguments["valid_h"]
-    warps = _fused_warps(arguments["BLOCK_N"] * arguments["BLOCK_R"])
-    run(fused.backward_query_kernel, (inputs.heads,), arguments, warps)
-
-    arguments = of(keys, "k", 1, grads.key_log_a)
-    arguments |= {"m": keys.tokens, "v": inputs.v, "grad_k": grads.k, "grad_v": grads.v, **_value_strides(inputs.v)}
-    warps = _fused_warps(arguments["BLOCK_N"] * arguments["BLOCK_R"])
-    run(fused.backward_key_kernel, (inputs.heads,), arguments, warps)
+        run(fused.backward_kernel, (inputs.heads,), arguments, blocks.warps)
     torch.sum(grad_z, (0, 1), out=grads.z)
 
 
@@ -282,21 +288,17 @@ class _Passes:
 
     def __init__(self, inputs: Inputs, side: _Side, run: Launcher) -> None:
         self.inputs, self.side, self.run = inputs, side, run
-        self.block_r = _block(inputs.rank)
-        self.block_n = max(16, min(64, 4096 // self.block_r))
+        self.blocks = Blocks.of(inputs.rank)
         chunk = max(_SMALLEST_CHUNK, -(-side.tokens // _MOST_CHUNKS))
-        self.chunk = -(-chunk // self.block_n) * self.block_n
+        self.chunk = -(-chunk // self.blocks.n) * self.blocks.n
         self.chunks = -(-side.tokens // self.chunk)
 
     def buffer(self, *numbers: int) -> Tensor:
         return self.inputs.z.new_empty(self.inputs.heads, self.chunks, *numbers)
 
-    def block_d(self, depth: int) -> int:
-        return max(16, min(_block(depth), 8192 // self.block_r))
-
     def over_tokens(
-        self, kernel: Any, arguments: dict[str, Any], *, x: str = "x", depth_blocks: int = 1, warps: int | None = None
-    ) -> None:
+        self, kernel: Any, arguments: dict[str, Any], *, x: str = "x", depth_blocks: int = 1
+    ) -> None:  # fmt: skip
         side, inputs = self.side, self.inputs
         arguments = {
             x: side.x, "z": inputs.z, "log_m": inputs.log_m,
@@ -304,22 +306,22 @@ class _Passes:
             "heads": inputs.q.shape[1], "tokens": side.tokens, "rank": inputs.rank, "depth": side.x.shape[3],
             "slots": inputs.slots, "chunk": self.chunk, "chunks": self.chunks, "uniform": side.uniform,
             "HAS_MASS": side.log_a is not None, "HAS_VALID": side.valid is not None,
-            "BLOCK_N": self.block_n, "BLOCK_R": self.block_r, "BLOCK_K": _BLOCK_K, "PRECISION": precision(),
+            "BLOCK_N": self.blocks.n, "BLOCK_R": self.blocks.r, "BLOCK_K": self.blocks.k, "PRECISION": precision(),
             **arguments,
         }  # fmt: skip
         taken = {name: arguments[name] for name in kernel.arg_names}
         grid = (inputs.heads, self.chunks, depth_blocks)[: 2 if depth_blocks == 1 else 3]
-        self.run(kernel, grid, taken, warps or (8 if self.block_r >= 64 else 4))
+        self.run(kernel, grid, taken, self.blocks.warps)
 
     def over_heads(self, kernel: Any, arguments: dict[str, Any], *, depth_blocks: int = 1) -> None:
         inputs = self.inputs
         arguments = {
             "log_m": inputs.log_m, "heads": inputs.q.shape[1], "rank": inputs.rank, "slots": inputs.slots,
-            "chunks": self.chunks, "BLOCK_R": self.block_r, **arguments,
+            "chunks": self.chunks, "BLOCK_R": self.blocks.r, **arguments,
         }  # fmt: skip
         taken = {name: arguments[name] for name in kernel.arg_names}
         grid = (inputs.heads, depth_blocks)[: 1 if depth_blocks == 1 else 2]
-        self.run(kernel, grid, taken, 8 if self.block_r >= 64 else 4)
+        self.run(kernel, grid, taken, self.blocks.warps)
 
     def solve(self, potentials: Tensor, *, keys: bool) -> Tensor:
         """All passes but the last; what it leaves to reduce. Newton's result is in `potentials` already."""
@@ -380,7 +382,7 @@ def _passes_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor,
     queries, keys = (_Passes(inputs, side, run) for side in _sides(inputs))
     width, rank, reduce = inputs.v.shape[3], inputs.rank, not inputs.newton
     read = keys.solve(key_g, keys=True)
-    block_d = keys.block_d(width)
+    block_d = keys.blocks.d(width)
     blocks = -(-width // block_d)
     sums, u_partials = keys.buffer(2, rank), keys.buffer(rank, width)
     arguments = {
@@ -404,7 +406,7 @@ def _passes_backward(
     batch, heads, _, depth = inputs.q.shape
     width, rank = inputs.v.shape[3], inputs.rank
     shared = {"u": u, "width": width, "iters": inputs.iters, "NEWTON": inputs.newton}
-    block_d = queries.block_d(width)
+    block_d = queries.blocks.d(width)
     y_partials, u_partials = queries.buffer(rank), queries.buffer(rank, width)
     arguments = {
         **shared, "potentials": potentials[0], "grad_out": grad_out, "y_partials": y_partials,
@@ -415,7 +417,7 @@ def _passes_backward(
     shared["grad_u"] = grad_u
 
     def tokens(side: _Passes, index: int, read: Tensor, grad_x: Tensor, grad_log_a: Tensor | None) -> None:
-        block_d = side.block_d(depth)
+        block_d = side.blocks.d(depth)
         z_partials = side.buffer(rank, depth)
         arguments = {
             **shared, "potentials": potentials[index], "grad_potentials": grad_potentials[index],

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Passes over the tokens, for sequences whose scores do not fit on chip.
 
-A program owns a chunk of one head's tokens and walks through it block by block, forming scores again from the
-tokens. What a pass learns about the pivots, r numbers (r² for Newton's Hessian) a chunk, goes to a small buffer that
+A program owns a chunk of one head's tokens and walks through it (see `blocks`). What a pass learns about the pivots, r numbers (r² for Newton's Hessian) a chunk, goes to a small buffer that
 the next pass reduces in a fixed order: no atomics, and the same bits in every run. The slots of the potentials are
 those of `fused`.
 """
@@ -12,27 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .algebra import (
-    advance,
-    first_guess,
-    implicit_solve,
-    log_residual,
-    look,
-    polish,
-    record,
-    score_spread,
+from .algebra import advance, first_guess, implicit_solve, log_residual, polish, record
+from .blocks import (
+    carry_values,
+    look_over,
+    mean_scores,
+    mix,
+    pull_output,
+    pull_sweep,
+    pull_tokens,
+    pull_values,
+    row_products,
+    sum_columns,
 )
-from .tiles import (
-    NEGATIVE,
-    inner_products,
-    log_masses,
-    real_rows,
-    reverse_sweep,
-    row_lse,
-    row_softmax,
-    scores,
-    store_product,
-)
+from .tiles import NEGATIVE
 
 GROUP = tl.constexpr(16)  # chunks reduced at a time
 _NEVER = tl.constexpr(1e38)
@@ -82,7 +74,7 @@ def _potential(
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -107,26 +99,18 @@ def sweep_kernel(
             potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot, chunk_id,
             chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
         )  # fmt: skip
-    top = tl.full([BLOCK_R], NEGATIVE, tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        t = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
-        block = x + tl.cast(start, tl.int64) * x_n
-        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        if not FROM_TOKENS:
-            t -= row_lse(s + g[None, :])
-        s += t[:, None]
-        higher = tl.maximum(top, tl.max(s, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[None, :]), 0)
-        top = higher
+    last = tl.minimum(first + chunk, tokens)
+    top, total = sum_columns(
+        x, x_n, log_a_ptr, valid, z, g, columns, column_ok, first, last, tokens, depth, uniform,
+        FROM_TOKENS, HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+    )  # fmt: skip
     partials_out += (head * chunks + chunk_id) * 2 * rank + columns
     tl.store(partials_out, top, column_ok)
     tl.store(partials_out + rank, total, column_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def values_kernel(
     k, v, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out, u_partials,
     k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
@@ -151,27 +135,15 @@ def values_kernel(
         potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot,
         chunk_id + tl.program_id(2), chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
     )  # fmt: skip
-    rows = tl.arange(0, BLOCK_N)
-    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = d < width
-    top = tl.full([BLOCK_R], NEGATIVE, tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    carried = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        t = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
-        offset = tl.cast(start, tl.int64)
-        s = scores(k + offset * k_n, k_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        s += (t - row_lse(s + g[None, :]))[:, None]
-        higher = tl.maximum(top, tl.max(s, 0))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(s - higher[None, :])
-        total = total * shrink + tl.sum(weights, 0)
-        top = higher
-        pointer = v + offset * v_n + rows[:, None] * v_n + d[None, :]
-        values = tl.load(pointer, ok[:, None] & inside[None, :], 0.0).to(tl.float32)
-        carried = tl.dot(tl.trans(weights), values, carried * shrink[:, None], input_precision=PRECISION)
+    last = tl.minimum(first + chunk, tokens)
+    first_d = tl.program_id(2) * BLOCK_D
+    d = first_d + tl.arange(0, BLOCK_D)
+    inside = d < width
+    top, total, carried = carry_values(
+        k, k_n, v, v_n, log_a_ptr, valid, z, g, columns, column_ok, first, last, tokens, depth, first_d, width, uniform,
+        HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
+    )  # fmt: skip
     slot_out = head * chunks + chunk_id
     if tl.program_id(2) == 0:
         tl.store(partials_out + slot_out * 2 * rank + columns, top, column_ok)
@@ -207,7 +179,7 @@ def combine_kernel(
         tl.store(potentials + (head * slots + slots - 1) * rank + columns, log_pivots - lse, column_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def output_kernel(
     q, z, log_m, valid, potentials, partials, u, out,
     q_b, q_h, q_n, valid_b,
@@ -231,16 +203,11 @@ def output_kernel(
         chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
     )  # fmt: skip
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        offset = tl.cast(start, tl.int64)
-        s = scores(q + offset * q_n, q_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        plan = tl.where(ok[:, None], row_softmax(s + g[None, :]), 0.0)
-        inside = start + tl.arange(0, BLOCK_N) < tokens
-        store_product(
-            out + offset * width, width, inside, plan, u + head * rank * width, columns, column_ok, 0, width, width,
-            BLOCK_N, BLOCK_K, PRECISION,
-        )  # fmt: skip
+    last = tl.minimum(first + chunk, tokens)
+    mix(
+        q, q_n, valid, z, g, u + head * rank * width, out, columns, column_ok, first, last, tokens, depth, width,
+        HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -264,24 +231,15 @@ def backward_output_kernel(
     u += head * rank * width
     grad_out += b * out_b + h * out_h
     g = tl.load(potentials + (head * slots + slots - 1) * rank + columns, column_ok, 0.0)
-    rows = tl.arange(0, BLOCK_N)
-    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = d < width
-    y = tl.zeros([BLOCK_R], tl.float32)
-    carried = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        offset = tl.cast(start, tl.int64)
-        s = scores(q + offset * q_n, q_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        plan = tl.where(ok[:, None], row_softmax(s + g[None, :]), 0.0)
-        block = grad_out + offset * out_n
-        pull = inner_products(
-            block, out_n, ok, u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
-        )  # fmt: skip
-        y += tl.sum(plan * (pull - tl.sum(plan * pull, 1)[:, None]), 0)
-        gradient = tl.load(block + rows[:, None] * out_n + d[None, :], ok[:, None] & inside[None, :], 0.0)
-        carried = tl.dot(tl.trans(plan), gradient.to(tl.float32), carried, input_precision=PRECISION)
+    last = tl.minimum(first + chunk, tokens)
+    first_d = tl.program_id(2) * BLOCK_D
+    d = first_d + tl.arange(0, BLOCK_D)
+    inside = d < width
+    y, carried = pull_output(
+        q, q_n, valid, z, g, u, grad_out, out_n, columns, column_ok, first, last, tokens, depth, first_d, width,
+        HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
+    )  # fmt: skip
     slot_out = head * chunks + chunk_id
     if tl.program_id(2) == 0:
         tl.store(y_partials + slot_out * rank + columns, y, column_ok)
@@ -314,38 +272,17 @@ def backward_values_kernel(
     potentials += (head * slots + slots - 2) * rank + columns
     g = tl.load(potentials, column_ok, 0.0)
     g_next = tl.load(potentials + rank, column_ok, 0.0) - log_pivots
-    carried = _row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
-    y = tl.zeros([BLOCK_R], tl.float32)
+    carried = row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
-        offset = tl.cast(start, tl.int64)
-        s = scores(k + offset * k_n, k_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        pull = inner_products(
-            v + offset * v_n, v_n, ok, grad_u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
-        )  # fmt: skip
-        t = s + g[None, :]
-        f = row_lse(t)
-        plan = tl.exp(s + (log_a - f)[:, None] + g_next[None, :])
-        gained = tl.sum(plan * (pull - carried[None, :]), 1)
-        y -= tl.sum(tl.exp(t - f[:, None]) * gained[:, None], 0)
+    last = tl.minimum(first + chunk, tokens)
+    y = pull_values(
+        k, k_n, v, v_n, log_a_ptr, valid, z, g, g_next, carried, grad_u, columns, column_ok, first, last, tokens, depth,
+        width, uniform, HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+    )  # fmt: skip
     tl.store(y_partials + (head * chunks + chunk_id) * rank + columns, y, column_ok)
 
 
-@triton.jit
-def _row_products(x, y, columns, column_ok, width, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`Σ_d x_jd y_jd` of two contiguous `(R, width)`."""
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for start in range(0, width, BLOCK_K):
-        d = start + tl.arange(0, BLOCK_K)
-        ok = column_ok[:, None] & (d < width)[None, :]
-        at = columns[:, None] * width + d[None, :]
-        total += tl.sum(tl.load(x + at, ok, 0.0) * tl.load(y + at, ok, 0.0), 1)
-    return total
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def backward_sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, partials_out,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -370,15 +307,12 @@ def backward_sweep_kernel(
     y = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
     if chunk_id == 0:
         tl.store(grad_potentials + here + rank, y, column_ok)
-    total = tl.zeros([BLOCK_R], tl.float32)
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
-        block = x + tl.cast(start, tl.int64) * x_n
-        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        _, _, part = reverse_sweep(s, log_a, log_pivots, g, g_next, y)
-        total += part
+    last = tl.minimum(first + chunk, tokens)
+    total = pull_sweep(
+        x, x_n, log_a_ptr, valid, z, log_pivots, g, g_next, y, columns, column_ok, first, last, tokens, depth, uniform,
+        HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+    )  # fmt: skip
     tl.store(partials_out + (head * chunks + chunk_id) * rank + columns, total, column_ok)
 
 
@@ -393,10 +327,7 @@ def backward_tokens_kernel(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The last pass: gradients of the tokens of one side, and a chunk's part of that of the pivots.
-
-    The gradient of the scores is summed over the sweeps while the block is on chip, so it never exists in memory.
-    """
+    """The last pass: gradients of the tokens of one side, and a chunk's part of that of the pivots."""
     head = tl.program_id(0).to(tl.int64)
     chunk_id = tl.program_id(1)
     leader = tl.program_id(2) == 0
@@ -408,92 +339,25 @@ def backward_tokens_kernel(
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
     log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
-    potentials += head * slots * rank + columns
-    grad_potentials += head * slots * rank + columns
-    u += head * rank * width
+    potentials += head * slots * rank
+    grad_potentials += head * slots * rank
     if NEWTON:
-        y = tl.load(grad_potentials, column_ok, 0.0)
+        oldest = tl.load(grad_potentials + columns, column_ok, 0.0)
     else:
-        y = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+        oldest = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
         if leader & (chunk_id == 0):
-            tl.store(grad_potentials + (0 if KEYS else 1) * rank, y, column_ok)
-    if KEYS:
-        v += b * v_b + h * v_h
-        grad_u += head * rank * width
-        carried = _row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
-    else:
-        grad_out += b * out_b + h * out_h
-
-    rows = tl.arange(0, BLOCK_N)
+            tl.store(grad_potentials + (0 if KEYS else 1) * rank + columns, oldest, column_ok)
+    first = chunk_id * chunk
+    last = tl.minimum(first + chunk, tokens)
     first_d = tl.program_id(2) * BLOCK_D
     d = first_d + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        log_a = log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N)
-        inside = start + rows < tokens
-        offset = tl.cast(start, tl.int64)
-        s = scores(x + offset * x_n, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        if KEYS:
-            pull = inner_products(
-                v + offset * v_n, v_n, ok, grad_u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
-            )  # fmt: skip
-            t = s + tl.load(potentials + (slots - 2) * rank, column_ok, 0.0)[None, :]
-            f = row_lse(t)
-            p = tl.exp(t - f[:, None])
-            g_next = tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)
-            plan = tl.exp(s + (log_a - f)[:, None] + (g_next - log_pivots)[None, :])
-            if leader:
-                store_product(
-                    grad_v + (head * tokens + offset) * width, width, inside, tl.where(ok[:, None], plan, 0.0),
-                    grad_u, columns, column_ok, 0, width, width, BLOCK_N, BLOCK_K, PRECISION,
-                )  # fmt: skip
-            grad_s = plan * (pull - carried[None, :])
-            gained = tl.sum(grad_s, 1)
-            grad_s -= p * gained[:, None]
-        else:
-            pull = inner_products(
-                grad_out + offset * out_n, out_n, ok, u, columns, column_ok, width,
-                BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
-            )  # fmt: skip
-            p = row_softmax(s + tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)[None, :])
-            plan = tl.where(ok[:, None], p, 0.0)
-            grad_s = plan * (pull - tl.sum(plan * pull, 1)[:, None])
-            gained = tl.zeros([BLOCK_N], tl.float32)
-        if NEWTON:
-            a = tl.exp(log_a)
-            mean = tl.sum(p * y[None, :], 1)
-            grad_s -= a[:, None] * p * (y[None, :] - mean[:, None])
-            gained -= a * mean
-        else:
-            for i in range(iters - 1 if KEYS else iters):
-                slot = potentials + i * rank
-                step = tl.load(grad_potentials + (i + 1) * rank, column_ok, 0.0)
-                if not KEYS:
-                    step = tl.where(i == 0, y, step)
-                change, given, _ = reverse_sweep(
-                    s, log_a, log_pivots, tl.load(slot, column_ok, 0.0), tl.load(slot + rank, column_ok, 0.0), step
-                )
-                grad_s += change
-                gained -= given
-            if KEYS:
-                g = tl.load(potentials, column_ok, 0.0)
-                moved = tl.exp(s + log_a[:, None] + (g - log_pivots)[None, :]) * y[None, :]
-                grad_s -= moved
-                gained -= tl.sum(moved, 1)
-        if MASS_GRADIENT:
-            if leader:
-                tl.store(grad_log_a + head * tokens + start + rows, gained, inside)
-        grad_s = tl.where(ok[:, None] & column_ok[None, :], grad_s, 0.0)
-        store_product(
-            grad_x + (head * tokens + offset) * depth, depth, inside, grad_s, z, columns, column_ok,
-            first_d, tl.minimum(first_d + BLOCK_D, depth), depth, BLOCK_N, BLOCK_K, PRECISION,
-        )  # fmt: skip
-        block = tl.load(
-            x + offset * x_n + rows[:, None] * x_n + d[None, :], ok[:, None] & (d < depth)[None, :], 0.0
-        )  # fmt: skip
-        total = tl.dot(tl.trans(grad_s), block.to(tl.float32), total, input_precision=PRECISION)
+    total = pull_tokens(
+        x, x_n, v + b * v_b + h * v_h, v_n, log_a_ptr, valid, z, log_pivots, potentials, grad_potentials, oldest,
+        u + head * rank * width, grad_u + head * rank * width, grad_out + b * out_b + h * out_h, out_n,
+        grad_x + head * tokens * depth, grad_v + head * tokens * width, grad_log_a + head * tokens,
+        columns, column_ok, first, last, tokens, rank, depth, first_d, width, iters, slots, uniform, leader,
+        KEYS, NEWTON, HAS_MASS, HAS_VALID, MASS_GRADIENT, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
+    )  # fmt: skip
     z_partials += (head * chunks + chunk_id) * rank * depth
     tl.store(z_partials + columns[:, None] * depth + d[None, :], total, column_ok[:, None] & (d < depth)[None, :])
 
@@ -516,16 +380,12 @@ def newton_start_kernel(
     x += b * x_b + h * x_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
-    mean = tl.zeros([BLOCK_R], tl.float32)
-    spread = 0.0
     first = chunk_id * chunk
-    for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-        ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-        a = tl.exp(log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N))
-        block = x + tl.cast(start, tl.int64) * x_n
-        s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        mean += tl.sum(tl.where(column_ok[None, :], a[:, None] * s, 0.0), 0)
-        spread += score_spread(s, a, column_ok)
+    last = tl.minimum(first + chunk, tokens)
+    mean, spread = mean_scores(
+        x, x_n, log_a_ptr, valid, z, columns, column_ok, first, last, tokens, depth, uniform,
+        HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+    )  # fmt: skip
     partials += (head * chunks + chunk_id) * (rank + 1)
     tl.store(partials + columns, mean, column_ok)
     tl.store(partials + rank, spread)
@@ -543,7 +403,7 @@ def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl
     log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
     partials += head * chunks * (rank + 1)
     mean = tl.zeros([BLOCK_R], tl.float32)
-    spread = 0.0
+    spread = tl.full((), 0.0, tl.float32)
     for c in range(chunks):
         mean += tl.load(partials + c * (rank + 1) + columns, column_ok, 0.0)
         spread += tl.load(partials + c * (rank + 1) + rank)
@@ -582,19 +442,12 @@ def newton_look_kernel(
         log_a_ptr += b * a_b + h * a_h
         valid += b * valid_b + h * valid_h
         g = tl.load(state + columns, column_ok, 0.0)
-        edges = tl.zeros([BLOCK_R, BLOCK_R], tl.float32)
-        sums = tl.zeros([BLOCK_R], tl.float32)
-        drift = tl.zeros([BLOCK_R], tl.float32)
         first = chunk_id * chunk
-        for start in range(first, tl.minimum(first + chunk, tokens), BLOCK_N):
-            ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
-            a = tl.exp(log_masses(log_a_ptr, start, tokens, uniform, HAS_MASS, BLOCK_N))
-            block = x + tl.cast(start, tl.int64) * x_n
-            s = scores(block, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-            block_edges, block_sums, block_drift = look(s, a, g, beta, PRECISION)
-            edges += block_edges
-            sums += block_sums
-            drift += block_drift
+        last = tl.minimum(first + chunk, tokens)
+        edges, sums, drift = look_over(
+            x, x_n, log_a_ptr, valid, z, g, beta, columns, column_ok, first, last, tokens, depth, uniform,
+            HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+        )  # fmt: skip
         partials += (head * chunks + chunk_id) * rank * (rank + 2)
         both = column_ok[:, None] & column_ok[None, :]
         tl.store(partials + columns[:, None] * rank + columns[None, :], edges, both)
@@ -617,7 +470,7 @@ def _looked(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
     return edges, sums, drift
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last"])
 def newton_step_kernel(
     partials, log_m, state, heads, rank, chunks, tol, last, BLOCK_R: tl.constexpr
 ):  # fmt: skip

@@ -58,22 +58,6 @@ def store_product(
 
 
 @triton.jit
-def store_transposed_product(
-    out, weights, x, stride, row_ok, columns, column_ok, depth,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`weightsᵀ @ x` into `out` (R, depth) fp32 contiguous, for rows of `x`."""
-    rows = tl.arange(0, BLOCK_N)
-    turned = tl.trans(weights)
-    for start in range(0, depth, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = k < depth
-        right = tl.load(x + rows[:, None] * stride + k[None, :], row_ok[:, None] & inside[None, :], 0.0)
-        product = tl.dot(turned, right.to(tl.float32), input_precision=PRECISION)
-        tl.store(out + columns[:, None] * depth + k[None, :], product, column_ok[:, None] & inside[None, :])
-
-
-@triton.jit
 def log_masses(log_a, start, tokens, uniform, HAS_MASS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Log masses of a block of tokens: loaded, or the same for all."""
     rows = start + tl.arange(0, BLOCK_N)
