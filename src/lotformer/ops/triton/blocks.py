@@ -23,6 +23,19 @@ from .tiles import (
     store_product,
 )
 
+GROUP = tl.constexpr(16)  # chunks reduced at a time
+
+
+@triton.jit
+def reduced_sum(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
+    """Sum over chunks of `(chunks, R)`."""
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(0, chunks, GROUP):
+        at = start + tl.arange(0, GROUP)
+        ok = (at < chunks)[:, None] & column_ok[None, :]
+        total += tl.sum(tl.load(partials + at[:, None] * rank + columns[None, :], ok, 0.0), 0)
+    return total
+
 
 @triton.jit
 def sum_columns(
@@ -180,7 +193,7 @@ def row_products(x, y, columns, column_ok, width, BLOCK_R: tl.constexpr, BLOCK_K
 
 @triton.jit
 def pull_tokens(
-    x, x_n, v, v_n, log_a, valid, z, log_m, potentials, grad_potentials, oldest, u, grad_u, grad_out, out_n,
+    x, x_n, v, v_n, log_a, valid, z, log_m, potentials, grad_potentials, u, grad_u, grad_out, out_n,
     grad_x, grad_v, grad_log_a, columns, column_ok, first, last, tokens, rank, depth, first_d, width, iters, slots,
     uniform, leader,
     KEYS: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
@@ -190,9 +203,8 @@ def pull_tokens(
 ):  # fmt: skip
     """Store the gradients of the tokens of one side; return that of `z`, from its coordinate `first_d` on.
 
-    `oldest` is the gradient of the oldest potential that has one. The gradient of the scores is summed over the
-    sweeps while the block is on chip, so it never exists in memory. Only the `leader` stores what does not
-    depend on `first_d`.
+    The gradient of the scores is summed over the sweeps while the block is on chip, so it never exists in memory.
+    Only the `leader` stores what does not depend on `first_d`.
     """
     rows = tl.arange(0, BLOCK_N)
     d = first_d + tl.arange(0, BLOCK_D)
@@ -235,23 +247,22 @@ def pull_tokens(
             gained = tl.zeros([BLOCK_N], tl.float32)
         if NEWTON:
             a = tl.exp(log_masses_here)
-            mean = tl.sum(p * oldest[None, :], 1)
-            grad_s -= a[:, None] * p * (oldest[None, :] - mean[:, None])
+            y = tl.load(grad_potentials, column_ok, 0.0)
+            mean = tl.sum(p * y[None, :], 1)
+            grad_s -= a[:, None] * p * (y[None, :] - mean[:, None])
             gained -= a * mean
         else:
             for i in range(iters - 1 if KEYS else iters):
                 slot = potentials + i * rank
                 y = tl.load(grad_potentials + (i + 1) * rank, column_ok, 0.0)
-                if not KEYS:
-                    y = tl.where(i == 0, oldest, y)
                 change, given, _ = reverse_sweep(
                     s, log_masses_here, log_m, tl.load(slot, column_ok, 0.0), tl.load(slot + rank, column_ok, 0.0), y
                 )  # fmt: skip
                 grad_s += change
                 gained -= given
             if KEYS:
-                g = tl.load(potentials, column_ok, 0.0)
-                moved = tl.exp(s + log_masses_here[:, None] + (g - log_m)[None, :]) * oldest[None, :]
+                g, y = tl.load(potentials, column_ok, 0.0), tl.load(grad_potentials, column_ok, 0.0)
+                moved = tl.exp(s + log_masses_here[:, None] + (g - log_m)[None, :]) * y[None, :]
                 grad_s -= moved
                 gained -= tl.sum(moved, 1)
         if MASS_GRADIENT:

@@ -1,7 +1,7 @@
 """From tensors to launches: block sizes, buffers, and the order of the passes.
 
-Two strategies. "fused" runs a head in one program, forward one launch and backward two. "passes" takes a launch for
-every pass over the tokens and serves any length. Scores are formed again from the tokens in every pass: a token
+Two strategies. "fused" runs all sweeps of a head in one program: forward is one launch (Newton: five), backward six
+(Newton: eight), whatever the number of sweeps. "passes" takes a launch for every pass and serves any length. Scores are formed again from the tokens in every pass: a token
 costs `D` numbers of its own dtype to read, a kept score row would cost `R` fp32 numbers to read, as many to write,
 and `N·R` numbers of memory.
 """
@@ -89,7 +89,10 @@ def forward(
     query_g = inputs.z.new_empty(batch, heads, inputs.slots, rank)
     key_g = torch.empty_like(query_g)
     u = inputs.z.new_empty(batch, heads, rank, width)
-    (_fused_forward if strategy == "fused" else _passes_forward)(inputs, out, query_g, key_g, u, run)
+    if strategy == "fused" and not inputs.newton:
+        _fused_forward(inputs, out, query_g, key_g, u, run)
+    else:
+        _passes_forward(inputs, strategy, out, query_g, key_g, u, run)
     return out, query_g, key_g, u
 
 
@@ -129,8 +132,7 @@ def backward(
     )
     grad_out = _rows(grad_out)
     query_y, key_y = (torch.zeros_like(g) for g in potentials)
-    step = _fused_backward if strategy == "fused" else _passes_backward
-    step(inputs, potentials, u, grad_out, (query_y, key_y), grads, run)
+    _backward(inputs, strategy, potentials, u, grad_out, (query_y, key_y), grads, run)
     both = (query_y + key_y).sum(0)
     grads.log_m.copy_(both[:, 0] * inputs.log_m.exp() if inputs.newton else both.sum(1))
     return grads
@@ -213,11 +215,11 @@ class Blocks:
     @staticmethod
     def of(rank: int) -> Blocks:
         r = _block(rank)
-        return Blocks(r=r, n=max(16, min(64, 4096 // r)), warps=8)
+        return Blocks(r=r, n=max(16, min(64, 2048 // r)), warps=8)
 
     def d(self, depth: int) -> int:
         """How much of the depth a program sums up at once."""
-        return max(16, min(_block(depth), 4096 // self.r))
+        return max(32, min(_block(depth), 2048 // self.r))
 
 
 # one program for each head
@@ -235,10 +237,8 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
         "query_valid": _or(queries.valid, z), "key_valid": _or(keys.valid, z),
         "out": out, "query_g": query_g, "key_g": key_g, "u": u, **strides,
         "heads": inputs.q.shape[1], "n": queries.tokens, "m": keys.tokens, "rank": inputs.rank,
-        "depth": inputs.q.shape[3], "width": inputs.v.shape[3], "iters": inputs.iters, "slots": inputs.slots,
-        "query_uniform": queries.uniform, "key_uniform": keys.uniform,
-        "tol": _tolerance(inputs), "passes": FIXED_PASSES if inputs.tol is None else MAX_PASSES,
-        "NEWTON": inputs.newton, "QUERY_MASS": queries.log_a is not None, "KEY_MASS": keys.log_a is not None,
+        "depth": inputs.q.shape[3], "width": inputs.v.shape[3], "iters": inputs.iters,
+        "query_uniform": queries.uniform, "key_uniform": keys.uniform, "QUERY_MASS": queries.log_a is not None, "KEY_MASS": keys.log_a is not None,
         "QUERY_VALID": queries.valid is not None, "KEY_VALID": keys.valid is not None,
         "QUERY_TILE": _block(queries.tokens), "KEY_TILE": _block(keys.tokens),
         "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": blocks.k, "BLOCK_D": blocks.d(inputs.v.shape[3]),
@@ -250,34 +250,6 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
     """Kernels take a pointer in any case and do not follow the placeholder."""
     return placeholder if x is None else x
-
-
-def _fused_backward(
-    inputs: Inputs, potentials: tuple[Tensor, Tensor], u: Tensor, grad_out: Tensor,
-    grad_potentials: tuple[Tensor, Tensor], grads: Gradients, run: Launcher,
-) -> None:  # fmt: skip
-    batch, heads, _, depth = inputs.q.shape
-    width, blocks = inputs.v.shape[3], Blocks.of(inputs.rank)
-    grad_u = torch.empty_like(u)
-    grad_z = inputs.z.new_empty(2, batch, heads, inputs.rank, depth)
-    given = ((grads.q, grads.query_log_a), (grads.k, grads.key_log_a))
-    for keys, (side, (grad_x, grad_log_a)) in enumerate(zip(_sides(inputs), given, strict=True)):
-        arguments = {
-            "x": side.x, "v": inputs.v, "z": inputs.z, "log_m": inputs.log_m,
-            "log_a": _or(side.log_a, inputs.z), "valid": _or(side.valid, inputs.z),
-            "potentials": potentials[keys], "u": u, "grad_u": grad_u, "grad_out": grad_out,
-            "grad_x": grad_x, "grad_v": grads.v, "grad_z": grad_z[keys], "grad_log_a": _or(grad_log_a, inputs.z),
-            "grad_potentials": grad_potentials[keys],
-            **side.strides("x"), **_value_strides(inputs.v), **_out_strides(grad_out),
-            "heads": heads, "tokens": side.tokens, "rank": inputs.rank, "depth": depth, "width": width,
-            "iters": inputs.iters, "slots": inputs.slots, "uniform": side.uniform,
-            "KEYS": bool(keys), "NEWTON": inputs.newton, "HAS_MASS": side.log_a is not None,
-            "HAS_VALID": side.valid is not None, "MASS_GRADIENT": grad_log_a is not None,
-            "TILE": _block(side.tokens), "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": blocks.k,
-            "BLOCK_D": blocks.d(max(depth, width)), "PRECISION": precision(),
-        }  # fmt: skip
-        run(fused.backward_kernel, (inputs.heads,), arguments, blocks.warps)
-    torch.sum(grad_z, (0, 1), out=grads.z)
 
 
 # a launch for each pass over the tokens
@@ -299,6 +271,11 @@ class _Passes:
     def over_tokens(
         self, kernel: Any, arguments: dict[str, Any], *, x: str = "x", depth_blocks: int = 1
     ) -> None:  # fmt: skip
+        grid = (self.inputs.heads, self.chunks, depth_blocks)[: 2 if depth_blocks == 1 else 3]
+        self._launch(kernel, grid, x, arguments)
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], x: str, arguments: dict[str, Any]) -> None:
+        """Add to the arguments what describes the side, as far as the kernel asks for it."""
         side, inputs = self.side, self.inputs
         arguments = {
             x: side.x, "z": inputs.z, "log_m": inputs.log_m,
@@ -310,24 +287,13 @@ class _Passes:
             **arguments,
         }  # fmt: skip
         taken = {name: arguments[name] for name in kernel.arg_names}
-        grid = (inputs.heads, self.chunks, depth_blocks)[: 2 if depth_blocks == 1 else 3]
         self.run(kernel, grid, taken, self.blocks.warps)
 
     def over_heads(self, kernel: Any, arguments: dict[str, Any], *, depth_blocks: int = 1) -> None:
-        inputs = self.inputs
-        arguments = {
-            "log_m": inputs.log_m, "heads": inputs.q.shape[1], "rank": inputs.rank, "slots": inputs.slots,
-            "chunks": self.chunks, "BLOCK_R": self.blocks.r, **arguments,
-        }  # fmt: skip
-        taken = {name: arguments[name] for name in kernel.arg_names}
-        grid = (inputs.heads, depth_blocks)[: 1 if depth_blocks == 1 else 2]
-        self.run(kernel, grid, taken, self.blocks.warps)
+        grid = (self.inputs.heads, depth_blocks)[: 1 if depth_blocks == 1 else 2]
+        self._launch(kernel, grid, "x", arguments)
 
-    def solve(self, potentials: Tensor, *, keys: bool) -> Tensor:
-        """All passes but the last; what it leaves to reduce. Newton's result is in `potentials` already."""
-        return self._newton(potentials) if self.inputs.newton else self._sinkhorn(potentials, keys=keys)
-
-    def _sinkhorn(self, potentials: Tensor, *, keys: bool) -> Tensor:
+    def sinkhorn(self, potentials: Tensor, *, keys: bool) -> Tensor:
         read, write = self.buffer(2, self.inputs.rank), self.buffer(2, self.inputs.rank)
         if not keys:
             potentials[:, :, 0].zero_()
@@ -340,7 +306,12 @@ class _Passes:
             read, write = write, read
         return read
 
-    def _newton(self, potentials: Tensor) -> Tensor:
+    def newton_in_one(self, potentials: Tensor) -> None:
+        passes_ = FIXED_PASSES if self.inputs.tol is None else MAX_PASSES
+        arguments = {"potentials": potentials, "tol": _tolerance(self.inputs), "passes": passes_}
+        self.over_heads(fused.newton_kernel, arguments)
+
+    def newton(self, potentials: Tensor) -> None:
         rank = self.inputs.rank
         state = self.inputs.z.new_empty(self.inputs.heads, 2 * rank + 3)
         start = self.buffer(rank + 1)
@@ -354,34 +325,49 @@ class _Passes:
         self.look(state, looked, on_path=False)
         finish = {"partials": looked, "state": state, "potentials": potentials}
         self.over_heads(passes.newton_finish_kernel, finish)
-        return start  # nothing to reduce
 
     def look(self, state: Tensor, looked: Tensor, *, on_path: bool) -> None:
-        size = state.shape[-1] if on_path or state.dim() == 2 else state.shape[-1] * state.shape[-2]
+        """Sums at the potential that each head's `state` begins with."""
+        size = state.numel() // self.inputs.heads
         arguments = {"state": state, "partials": looked, "state_size": size, "ON_PATH": on_path}
         self.over_tokens(passes.newton_look_kernel, arguments)
 
-    def implicit(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor) -> Tensor:
+    def implicit(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor) -> None:
         looked = self.buffer(self.inputs.rank, self.inputs.rank + 2)
         self.look(potentials, looked, on_path=False)
         arguments = {"partials": looked, "y_partials": y_partials, "grad_potentials": grad_potentials}
         self.over_heads(passes.implicit_kernel, arguments)
-        return y_partials
 
-    def reverse(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor, slots: range) -> Tensor:
-        """Gradients of the potentials, from the newest slot to the oldest; returns the last one's parts."""
+    def reverse_in_one(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor, *, keys: bool) -> None:
+        arguments = {
+            "potentials": potentials, "y_partials": y_partials, "grad_potentials": grad_potentials,
+            "iters": self.inputs.iters, "KEYS": keys, "TILE": _block(self.side.tokens),
+        }  # fmt: skip
+        self.over_heads(fused.backward_sweeps_kernel, arguments)
+
+    def reverse(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor, *, keys: bool) -> None:
+        """Gradients of the potentials, from the newest slot to the oldest."""
+        newest = self.inputs.iters - 1 if keys else self.inputs.iters
+        oldest = 0 if keys else 1
         read, write = y_partials, torch.empty_like(y_partials)
-        for slot in slots:
+        for slot in range(newest - 1, oldest - 1, -1):
             buffers = {"partials_in": read, "partials_out": write, "grad_potentials": grad_potentials}
             self.over_tokens(passes.backward_sweep_kernel, {**buffers, "potentials": potentials, "slot": slot})
             read, write = write, read
-        return read
+        grad_potentials.view(self.inputs.heads, -1, self.inputs.rank)[:, oldest] = read.sum(1)
 
 
-def _passes_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, run: Launcher) -> None:
+def _passes_forward(
+    inputs: Inputs, strategy: Strategy, out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, run: Launcher
+) -> None:
     queries, keys = (_Passes(inputs, side, run) for side in _sides(inputs))
     width, rank, reduce = inputs.v.shape[3], inputs.rank, not inputs.newton
-    read = keys.solve(key_g, keys=True)
+    if not inputs.newton:
+        read, query_read = keys.sinkhorn(key_g, keys=True), queries.sinkhorn(query_g, keys=False)
+    else:
+        for side, g in ((keys, key_g), (queries, query_g)):
+            (side.newton_in_one if strategy == "fused" else side.newton)(g)
+        read = query_read = key_g  # there is nothing left to reduce
     block_d = keys.blocks.d(width)
     blocks = -(-width // block_d)
     sums, u_partials = keys.buffer(2, rank), keys.buffer(rank, width)
@@ -392,14 +378,13 @@ def _passes_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor,
     keys.over_tokens(passes.values_kernel, arguments, x="k", depth_blocks=blocks)
     arguments = {"partials": sums, "u_partials": u_partials, "potentials": key_g, "u": u}
     keys.over_heads(passes.combine_kernel, {**arguments, "width": width, "BLOCK_D": block_d}, depth_blocks=blocks)
-    read = queries.solve(query_g, keys=False)
-    arguments = {"potentials": query_g, "partials": read, "u": u, "out": out, "width": width}
+    arguments = {"potentials": query_g, "partials": query_read, "u": u, "out": out, "width": width}
     last = {"slot": inputs.slots - 1, "REDUCE": reduce}
     queries.over_tokens(passes.output_kernel, {**arguments, **last}, x="q")
 
 
-def _passes_backward(
-    inputs: Inputs, potentials: tuple[Tensor, Tensor], u: Tensor, grad_out: Tensor,
+def _backward(
+    inputs: Inputs, strategy: Strategy, potentials: tuple[Tensor, Tensor], u: Tensor, grad_out: Tensor,
     grad_potentials: tuple[Tensor, Tensor], grads: Gradients, run: Launcher,
 ) -> None:  # fmt: skip
     queries, keys = (_Passes(inputs, side, run) for side in _sides(inputs))
@@ -416,12 +401,12 @@ def _passes_backward(
     grad_u = u_partials.sum(1)
     shared["grad_u"] = grad_u
 
-    def tokens(side: _Passes, index: int, read: Tensor, grad_x: Tensor, grad_log_a: Tensor | None) -> None:
+    def tokens(side: _Passes, index: int, grad_x: Tensor, grad_log_a: Tensor | None) -> None:
         block_d = side.blocks.d(depth)
         z_partials = side.buffer(rank, depth)
         arguments = {
             **shared, "potentials": potentials[index], "grad_potentials": grad_potentials[index],
-            "partials_in": read, "v": inputs.v, "grad_out": grad_out, "grad_x": grad_x, "grad_v": grads.v,
+            "v": inputs.v, "grad_out": grad_out, "grad_x": grad_x, "grad_v": grads.v,
             "grad_log_a": _or(grad_log_a, inputs.z), "z_partials": z_partials, "KEYS": index == 1,
             "MASS_GRADIENT": grad_log_a is not None, "BLOCK_D": block_d,
             **_value_strides(inputs.v), **_out_strides(grad_out),
@@ -429,19 +414,20 @@ def _passes_backward(
         side.over_tokens(passes.backward_tokens_kernel, arguments, depth_blocks=-(-depth // block_d))
         grads.z.add_(z_partials.view(batch, heads, -1, rank, depth).sum((0, 2)))
 
-    if inputs.newton:
-        read = queries.implicit(potentials[0], y_partials, grad_potentials[0])
-    else:
-        read = queries.reverse(potentials[0], y_partials, grad_potentials[0], range(inputs.iters - 1, 0, -1))
-    tokens(queries, 0, read, grads.q, grads.query_log_a)
+    def solve(side: _Passes, index: int, y_partials: Tensor) -> None:
+        buffers = (potentials[index], y_partials, grad_potentials[index])
+        if inputs.newton:
+            side.implicit(*buffers)
+        else:
+            (side.reverse_in_one if strategy == "fused" else side.reverse)(*buffers, keys=index == 1)
+
+    solve(queries, 0, y_partials)
+    tokens(queries, 0, grads.q, grads.query_log_a)
 
     y_partials = keys.buffer(rank)
     arguments = {
         **shared, "v": inputs.v, "potentials": potentials[1], "y_partials": y_partials, **_value_strides(inputs.v),
     }  # fmt: skip
     keys.over_tokens(passes.backward_values_kernel, arguments, x="k")
-    if inputs.newton:
-        read = keys.implicit(potentials[1], y_partials, grad_potentials[1])
-    else:
-        read = keys.reverse(potentials[1], y_partials, grad_potentials[1], range(inputs.iters - 2, -1, -1))
-    tokens(keys, 1, read, grads.k, grads.key_log_a)
+    solve(keys, 1, y_partials)
+    tokens(keys, 1, grads.k, grads.key_log_a)

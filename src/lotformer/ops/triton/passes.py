@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Passes over the tokens, for sequences whose scores do not fit on chip.
 
-A program owns a chunk of one head's tokens and walks through it (see `blocks`). What a pass learns about the pivots, r numbers (r² for Newton's Hessian) a chunk, goes to a small buffer that
-the next pass reduces in a fixed order: no atomics, and the same bits in every run. The slots of the potentials are
-those of `fused`.
+A program owns a chunk of one head's tokens and walks through it (see `blocks`). What a pass learns about the pivots,
+r numbers (r² for Newton's Hessian) a chunk, goes to a small buffer that the next pass reduces in a fixed order: no
+atomics, and the same bits in every run. The slots of the potentials are those of `fused`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .algebra import advance, first_guess, implicit_solve, log_residual, polish, record
 from .blocks import (
+    GROUP,
     carry_values,
     look_over,
     mean_scores,
@@ -21,12 +22,12 @@ from .blocks import (
     pull_sweep,
     pull_tokens,
     pull_values,
+    reduced_sum,
     row_products,
     sum_columns,
 )
 from .tiles import NEGATIVE
 
-GROUP = tl.constexpr(16)  # chunks reduced at a time
 _NEVER = tl.constexpr(1e38)
 
 
@@ -45,17 +46,6 @@ def _reduced_lse(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constex
         total = total * tl.exp(top - higher) + tl.sum(sums * tl.exp(tops - higher[None, :]), 0)
         top = higher
     return tl.where(column_ok, top + tl.log(tl.where(column_ok, total, 1.0)), 0.0)
-
-
-@triton.jit
-def _reduced_sum(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
-    """Sum over chunks of `(chunks, R)`."""
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for start in range(0, chunks, GROUP):
-        at = start + tl.arange(0, GROUP)
-        ok = (at < chunks)[:, None] & column_ok[None, :]
-        total += tl.sum(tl.load(partials + at[:, None] * rank + columns[None, :], ok, 0.0), 0)
-    return total
 
 
 @triton.jit
@@ -304,7 +294,7 @@ def backward_sweep_kernel(
     here = (head * slots + slot) * rank + columns
     g = tl.load(potentials + here, column_ok, 0.0)
     g_next = tl.load(potentials + here + rank, column_ok, 0.0)
-    y = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+    y = reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
     if chunk_id == 0:
         tl.store(grad_potentials + here + rank, y, column_ok)
     first = chunk_id * chunk
@@ -318,7 +308,7 @@ def backward_sweep_kernel(
 
 @triton.jit
 def backward_tokens_kernel(
-    x, v, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, u, grad_u, grad_out,
+    x, v, z, log_m, log_a_ptr, valid, potentials, grad_potentials, u, grad_u, grad_out,
     grad_x, grad_v, grad_log_a, z_partials,
     x_b, x_h, x_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, out_b, out_h, out_n,
     heads, tokens, rank, depth, width, iters, slots, chunk, chunks, uniform,
@@ -341,18 +331,12 @@ def backward_tokens_kernel(
     log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
     potentials += head * slots * rank
     grad_potentials += head * slots * rank
-    if NEWTON:
-        oldest = tl.load(grad_potentials + columns, column_ok, 0.0)
-    else:
-        oldest = _reduced_sum(partials_in + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
-        if leader & (chunk_id == 0):
-            tl.store(grad_potentials + (0 if KEYS else 1) * rank + columns, oldest, column_ok)
     first = chunk_id * chunk
     last = tl.minimum(first + chunk, tokens)
     first_d = tl.program_id(2) * BLOCK_D
     d = first_d + tl.arange(0, BLOCK_D)
     total = pull_tokens(
-        x, x_n, v + b * v_b + h * v_h, v_n, log_a_ptr, valid, z, log_pivots, potentials, grad_potentials, oldest,
+        x, x_n, v + b * v_b + h * v_h, v_n, log_a_ptr, valid, z, log_pivots, potentials, grad_potentials,
         u + head * rank * width, grad_u + head * rank * width, grad_out + b * out_b + h * out_h, out_n,
         grad_x + head * tokens * depth, grad_v + head * tokens * width, grad_log_a + head * tokens,
         columns, column_ok, first, last, tokens, rank, depth, first_d, width, iters, slots, uniform, leader,
@@ -416,7 +400,7 @@ def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl
     tl.store(state + 2 * rank + 2, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_size"])
 def newton_look_kernel(
     x, z, log_a_ptr, valid, state, partials,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -525,7 +509,7 @@ def implicit_kernel(
     head = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    side = _reduced_sum(y_partials + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
+    side = reduced_sum(y_partials + head * chunks * rank, chunks, rank, columns, column_ok, BLOCK_R)
     edges, b, _ = _looked(partials + head * chunks * rank * (rank + 2), chunks, rank, columns, column_ok, BLOCK_R)
     y = implicit_solve(edges, b, side, columns, column_ok, rank)
     tl.store(grad_potentials + head * 2 * rank + columns, y, column_ok)
