@@ -67,7 +67,7 @@ def carry_values(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `sum_columns`, and the columns' sums of `v`, from its coordinate `first_d` on, relative to the largest term."""
+    """As `sum_columns`, and the sums of `v` by column, from coordinate `first_d` on, relative to the largest term."""
     rows = tl.arange(0, BLOCK_N)
     d = first_d + tl.arange(0, BLOCK_D)
     inside = d < width
@@ -94,7 +94,7 @@ def carry_values(
 
 @triton.jit
 def mix(
-    q, q_n, valid, z, g, u, out, columns, column_ok, first, last, tokens, depth, width,
+    q, q_n, valid, z, g, u, out, columns, column_ok, first, last, tokens, rank, depth, width,
     HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def mix(
         plan = tl.where(ok[:, None], row_softmax(s + g[None, :]), 0.0)
         inside = start + tl.arange(0, BLOCK_N) < tokens
         store_product(
-            out + offset * width, width, inside, plan, u, columns, column_ok, 0, width, width,
+            out + offset * width, width, inside, plan, u, rank, 0, width, width,
             BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
 
@@ -228,7 +228,7 @@ def pull_tokens(
             if leader:
                 store_product(
                     grad_v + offset * width, width, inside, tl.where(ok[:, None], plan, 0.0),
-                    grad_u, columns, column_ok, 0, width, width, BLOCK_N, BLOCK_K, PRECISION,
+                    grad_u, rank, 0, width, width, BLOCK_N, BLOCK_K, PRECISION,
                 )  # fmt: skip
             pull = inner_products(
                 v + offset * v_n, v_n, ok, grad_u, columns, column_ok, width, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION
@@ -266,11 +266,10 @@ def pull_tokens(
                 grad_s -= moved
                 gained -= tl.sum(moved, 1)
         if MASS_GRADIENT:
-            if leader:
-                tl.store(grad_log_a + start + rows, gained, inside)
+            tl.store(grad_log_a + start + rows, gained, inside & leader)
         grad_s = tl.where(ok[:, None] & column_ok[None, :], grad_s, 0.0)
         store_product(
-            grad_x + offset * depth, depth, inside, grad_s, z, columns, column_ok,
+            grad_x + offset * depth, depth, inside, grad_s, z, rank,
             first_d, tl.minimum(first_d + BLOCK_D, depth), depth, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
         pointer = x + offset * x_n + rows[:, None] * x_n + d[None, :]

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .algebra import advance, first_guess, log_residual, polish, record
 from .blocks import carry_values, look_over, mean_scores, mix, reduced_sum
-from .tiles import column_lse, log_masses, real_rows, reverse_sweep, scores, sweep
+from .tiles import FREE, column_lse, log_masses, real_rows, reverse_sweep, scores, sweep
 
 _NEVER = tl.constexpr(1e38)
 
@@ -43,7 +43,7 @@ def _sinkhorn(
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def forward_kernel(
     q, k, v, z, log_m, query_log_a, key_log_a, query_valid, key_valid, out, query_g, key_g, u,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -89,12 +89,12 @@ def forward_kernel(
     )  # fmt: skip
     tl.debug_barrier()  # `u` is read by other threads than wrote it
     mix(
-        q, q_n, query_valid, z, g, u, out + head * n * width, columns, column_ok, 0, n, n, depth, width,
+        q, q_n, query_valid, z, g, u, out + head * n * width, columns, column_ok, 0, n, n, rank, depth, width,
         QUERY_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def backward_sweeps_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, y_partials, grad_potentials,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -128,7 +128,7 @@ def backward_sweeps_kernel(
         g_next = g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def newton_kernel(
     x, z, log_m, log_a_ptr, valid, potentials,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,

@@ -1,9 +1,10 @@
 """From tensors to launches: block sizes, buffers, and the order of the passes.
 
 Two strategies. "fused" runs all sweeps of a head in one program: forward is one launch (Newton: five), backward six
-(Newton: eight), whatever the number of sweeps. "passes" takes a launch for every pass and serves any length. Scores are formed again from the tokens in every pass: a token
-costs `D` numbers of its own dtype to read, a kept score row would cost `R` fp32 numbers to read, as many to write,
-and `N·R` numbers of memory.
+(Newton: eight), whatever the number of sweeps. "passes" takes a launch for every pass and serves any length.
+
+Scores are formed again from the tokens in every pass: a token costs `D` numbers of its own dtype to read. A kept row
+of scores would cost `R` fp32 numbers to read and to write, and `N·R` numbers of memory.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from ..newton import FIXED_PASSES, MAX_PASSES
 from . import fused, passes
 
 Strategy = Literal["fused", "passes"]
-Launcher = Callable[[Any, tuple[int, ...], dict[str, Any], int], None]
+Options = dict[str, int]
+Launcher = Callable[[Any, tuple[int, ...], dict[str, Any], Options], None]
 
 FUSED_TILE = 8192
 """Scores a program may hold: 32 registers a thread for each tile alive."""
 
+FUSED_RANK = 64  # above, a program per head would spill
+_BLOCK_K = 16
 _MOST_CHUNKS = 64
 _SMALLEST_CHUNK = 128
 _FLOOR = 2e-7  # fp32 cannot tell residuals below
@@ -67,16 +71,17 @@ class Inputs:
 
 def strategy_for(n: int, m: int, rank: int) -> Strategy:
     """Fused if every score of a head fits on chip."""
-    return "fused" if _block(max(n, m)) * _block(rank) <= FUSED_TILE else "passes"
+    fits = rank <= FUSED_RANK and _block(max(n, m)) * _block(rank) <= FUSED_TILE
+    return "fused" if fits else "passes"
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], warps: int) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: Options) -> None:
     device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
     if device.type == "cpu":  # Triton's interpreter
-        kernel[grid](**arguments, num_warps=warps)
+        kernel[grid](**arguments, **options)
     else:
         with torch.cuda.device(device):
-            kernel[grid](**arguments, num_warps=warps, num_stages=2)
+            kernel[grid](**arguments, **options)
 
 
 def forward(
@@ -208,14 +213,18 @@ class Blocks:
     """Block sizes by rank and strategy, chosen so that no kernel spills on any architecture; see `resources`."""
 
     r: int
-    n: int
-    warps: int
-    k: int = 16
 
     @staticmethod
     def of(rank: int) -> Blocks:
-        r = _block(rank)
-        return Blocks(r=r, n=max(16, min(64, 2048 // r)), warps=8)
+        return Blocks(_block(rank))
+
+    @property
+    def n(self) -> int:
+        return max(16, min(32, 2048 // self.r))
+
+    @property
+    def options(self) -> Options:
+        return {"num_warps": 8, "num_stages": 1}
 
     def d(self, depth: int) -> int:
         """How much of the depth a program sums up at once."""
@@ -238,13 +247,14 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
         "out": out, "query_g": query_g, "key_g": key_g, "u": u, **strides,
         "heads": inputs.q.shape[1], "n": queries.tokens, "m": keys.tokens, "rank": inputs.rank,
         "depth": inputs.q.shape[3], "width": inputs.v.shape[3], "iters": inputs.iters,
-        "query_uniform": queries.uniform, "key_uniform": keys.uniform, "QUERY_MASS": queries.log_a is not None, "KEY_MASS": keys.log_a is not None,
+        "query_uniform": queries.uniform, "key_uniform": keys.uniform,
+        "QUERY_MASS": queries.log_a is not None, "KEY_MASS": keys.log_a is not None,
         "QUERY_VALID": queries.valid is not None, "KEY_VALID": keys.valid is not None,
         "QUERY_TILE": _block(queries.tokens), "KEY_TILE": _block(keys.tokens),
-        "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": blocks.k, "BLOCK_D": blocks.d(inputs.v.shape[3]),
+        "BLOCK_N": blocks.n, "BLOCK_R": blocks.r, "BLOCK_K": _BLOCK_K, "BLOCK_D": blocks.d(inputs.v.shape[3]),
         "PRECISION": precision(),
     }  # fmt: skip
-    run(fused.forward_kernel, (inputs.heads,), arguments, blocks.warps)
+    run(fused.forward_kernel, (inputs.heads,), arguments, blocks.options)
 
 
 def _or(x: Tensor | None, placeholder: Tensor) -> Tensor:
@@ -283,11 +293,11 @@ class _Passes:
             "heads": inputs.q.shape[1], "tokens": side.tokens, "rank": inputs.rank, "depth": side.x.shape[3],
             "slots": inputs.slots, "chunk": self.chunk, "chunks": self.chunks, "uniform": side.uniform,
             "HAS_MASS": side.log_a is not None, "HAS_VALID": side.valid is not None,
-            "BLOCK_N": self.blocks.n, "BLOCK_R": self.blocks.r, "BLOCK_K": self.blocks.k, "PRECISION": precision(),
+            "BLOCK_N": self.blocks.n, "BLOCK_R": self.blocks.r, "BLOCK_K": _BLOCK_K, "PRECISION": precision(),
             **arguments,
         }  # fmt: skip
         taken = {name: arguments[name] for name in kernel.arg_names}
-        self.run(kernel, grid, taken, self.blocks.warps)
+        self.run(kernel, grid, taken, self.blocks.options)
 
     def over_heads(self, kernel: Any, arguments: dict[str, Any], *, depth_blocks: int = 1) -> None:
         grid = (self.inputs.heads, depth_blocks)[: 1 if depth_blocks == 1 else 2]
@@ -308,7 +318,9 @@ class _Passes:
 
     def newton_in_one(self, potentials: Tensor) -> None:
         passes_ = FIXED_PASSES if self.inputs.tol is None else MAX_PASSES
-        arguments = {"potentials": potentials, "tol": _tolerance(self.inputs), "passes": passes_}
+        # the r×r matrices leave registers for a smaller block only
+        block_n = max(16, self.blocks.n // 2)
+        arguments = {"potentials": potentials, "tol": _tolerance(self.inputs), "passes": passes_, "BLOCK_N": block_n}
         self.over_heads(fused.newton_kernel, arguments)
 
     def newton(self, potentials: Tensor) -> None:

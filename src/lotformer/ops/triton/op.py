@@ -73,7 +73,12 @@ def _(
     rank, width = z.shape[1], v.shape[3]
     slots = 2 if newton else iters + 1
     query_g = z.new_empty(batch, heads, slots, rank)
-    return q.new_empty(batch, heads, n, width), query_g, torch.empty_like(query_g), z.new_empty(batch, heads, rank, width)
+    return (
+        q.new_empty(batch, heads, n, width),
+        query_g,
+        torch.empty_like(query_g),
+        z.new_empty(batch, heads, rank, width),
+    )
 
 
 @torch.library.custom_op("lotformer::triton_attention_backward", mutates_args=())
@@ -101,8 +106,9 @@ def _(
     def masses(x: Tensor, wanted: bool) -> Tensor:
         return z.new_empty(x.shape[:3]) if wanted else z.new_empty(0)
 
-    same = tuple(x.new_empty(x.shape) for x in (q, k, v, z, log_m))
-    return (*same, masses(q, query_mass_gradient), masses(k, key_mass_gradient))
+    grads = [x.new_empty(x.shape) for x in (q, k, v, z, log_m)]
+    grads += [masses(q, query_mass_gradient), masses(k, key_mass_gradient)]
+    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -26,7 +26,7 @@ from .blocks import (
     row_products,
     sum_columns,
 )
-from .tiles import NEGATIVE
+from .tiles import FREE, NEGATIVE
 
 _NEVER = tl.constexpr(1e38)
 
@@ -64,7 +64,7 @@ def _potential(
     return g
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=FREE)
 def sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -100,7 +100,7 @@ def sweep_kernel(
     tl.store(partials_out + rank, total, column_ok)
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=FREE)
 def values_kernel(
     k, v, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out, u_partials,
     k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
@@ -142,7 +142,7 @@ def values_kernel(
     tl.store(u_partials + columns[:, None] * width + d[None, :], carried, column_ok[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def combine_kernel(
     partials, u_partials, log_m, potentials, u,
     heads, rank, width, slots, chunks,
@@ -169,7 +169,7 @@ def combine_kernel(
         tl.store(potentials + (head * slots + slots - 1) * rank + columns, log_pivots - lse, column_ok)
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=FREE)
 def output_kernel(
     q, z, log_m, valid, potentials, partials, u, out,
     q_b, q_h, q_n, valid_b,
@@ -195,12 +195,12 @@ def output_kernel(
     first = chunk_id * chunk
     last = tl.minimum(first + chunk, tokens)
     mix(
-        q, q_n, valid, z, g, u + head * rank * width, out, columns, column_ok, first, last, tokens, depth, width,
-        HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
+        q, q_n, valid, z, g, u + head * rank * width, out, columns, column_ok, first, last, tokens, rank, depth,
+        width, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def backward_output_kernel(
     q, z, valid, potentials, u, grad_out, y_partials, u_partials,
     q_b, q_h, q_n, valid_b, out_b, out_h, out_n,
@@ -237,7 +237,7 @@ def backward_output_kernel(
     tl.store(u_partials + columns[:, None] * width + d[None, :], carried, column_ok[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def backward_values_kernel(
     k, v, z, log_m, log_a_ptr, valid, potentials, u, grad_u, y_partials,
     k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
@@ -272,7 +272,7 @@ def backward_values_kernel(
     tl.store(y_partials + (head * chunks + chunk_id) * rank + columns, y, column_ok)
 
 
-@triton.jit(do_not_specialize=["slot"])
+@triton.jit(do_not_specialize=FREE)
 def backward_sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, partials_out,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -306,7 +306,7 @@ def backward_sweep_kernel(
     tl.store(partials_out + (head * chunks + chunk_id) * rank + columns, total, column_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def backward_tokens_kernel(
     x, v, z, log_m, log_a_ptr, valid, potentials, grad_potentials, u, grad_u, grad_out,
     grad_x, grad_v, grad_log_a, z_partials,
@@ -346,7 +346,7 @@ def backward_tokens_kernel(
     tl.store(z_partials + columns[:, None] * depth + d[None, :], total, column_ok[:, None] & (d < depth)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def newton_start_kernel(
     x, z, log_a_ptr, valid, partials,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -375,7 +375,7 @@ def newton_start_kernel(
     tl.store(partials + rank, spread)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl.constexpr):
     """The state of a head at the start of the path.
 
@@ -400,7 +400,7 @@ def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl
     tl.store(state + 2 * rank + 2, 0.0)
 
 
-@triton.jit(do_not_specialize=["state_size"])
+@triton.jit(do_not_specialize=FREE)
 def newton_look_kernel(
     x, z, log_a_ptr, valid, state, partials,
     x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
@@ -454,7 +454,7 @@ def _looked(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
     return edges, sums, drift
 
 
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=FREE)
 def newton_step_kernel(
     partials, log_m, state, heads, rank, chunks, tol, last, BLOCK_R: tl.constexpr
 ):  # fmt: skip
@@ -485,7 +485,7 @@ def newton_step_kernel(
         tl.store(state + 2 * rank + 2, tl.where(done, 1.0, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def newton_finish_kernel(
     partials, log_m, state, potentials, heads, rank, chunks, BLOCK_R: tl.constexpr
 ):  # fmt: skip
@@ -501,7 +501,7 @@ def newton_finish_kernel(
     tl.store(potentials + (head * 2 + 1) * rank + columns, g, column_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=FREE)
 def implicit_kernel(
     partials, y_partials, grad_potentials, rank, chunks, BLOCK_R: tl.constexpr
 ):  # fmt: skip

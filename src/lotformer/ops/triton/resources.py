@@ -59,7 +59,11 @@ class Launch:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[str, ...]
-    warps: int
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def warps(self) -> int:
+        return dict(self.options)["num_warps"]
 
     @property
     def name(self) -> str:
@@ -68,10 +72,18 @@ class Launch:
 
 
 def record(
-    depth: int, rank: int, *, newton: bool, strategy: Strategy, dtype: torch.dtype = torch.float32, masked: bool = False
+    depth: int,
+    rank: int,
+    *,
+    newton: bool,
+    strategy: Strategy,
+    dtype: torch.dtype = torch.float32,
+    masked: bool = False,
+    tokens: int | None = None,
 ) -> list[Launch]:
     """The different launches of one forward and backward with head dim `depth` and `rank` pivots."""
-    tokens = launch.FUSED_TILE // max(16, triton.next_power_of_2(rank)) if strategy == "fused" else 4096
+    if tokens is None:
+        tokens = launch.FUSED_TILE // max(16, triton.next_power_of_2(rank)) if strategy == "fused" else 4096
     batch, heads = 2, 4
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,8 +96,8 @@ def record(
     inputs = Inputs(x, x, x, z, log_m, log_a, log_a, valid, valid, newton, 5, 1e-6)
     seen: dict[Launch, None] = {}
 
-    def note(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], warps: int) -> None:
-        seen[_reduce(kernel, arguments, warps)] = None
+    def note(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, int]) -> None:
+        seen[_reduce(kernel, arguments, options)] = None
 
     _, query_g, key_g, u = launch.forward(inputs, strategy, note)
     gradients = (masked, masked)
@@ -93,7 +105,7 @@ def record(
     return list(seen)
 
 
-def _reduce(kernel: Any, arguments: dict[str, Any], warps: int) -> Launch:
+def _reduce(kernel: Any, arguments: dict[str, Any], options: dict[str, int]) -> Launch:
     """The specialisations Triton itself makes: alignment to 16, and numbers equal to one as constants."""
     signature, constants, aligned = [], [], []
     for parameter in kernel.params:
@@ -111,7 +123,7 @@ def _reduce(kernel: Any, arguments: dict[str, Any], warps: int) -> Launch:
             signature.append((name, "i32"))
             if value % 16 == 0 and not fixed:
                 aligned.append(name)
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), tuple(options.items()))
 
 
 def compile_for(launched: Launch, target: GPUTarget) -> Any:
@@ -122,7 +134,7 @@ def compile_for(launched: Launch, target: GPUTarget) -> Any:
     position = {parameter.name: i for i, parameter in enumerate(launched.kernel.params)}
     attributes = {(position[name],): [["tt.divisibility", 16]] for name in launched.aligned}
     source = ASTSource(launched.kernel, dict(launched.signature), dict(launched.constants), attributes)
-    return triton.compile(source, target=target, options={"num_warps": launched.warps, "num_stages": 2})
+    return triton.compile(source, target=target, options=dict(launched.options))
 
 
 def resources(compiled: Any) -> tuple[int, int, int]:
@@ -169,7 +181,7 @@ def measure(
 
 def _every_launch(depth: int, rank: int, dtype: torch.dtype, masked: bool) -> Iterator[tuple[Launch, str]]:
     seen: set[Launch] = set()
-    for strategy in ("fused", "passes"):
+    for strategy in ("fused", "passes") if rank <= launch.FUSED_RANK else ("passes",):
         for newton in (False, True):
             options = {"newton": newton, "dtype": dtype, "masked": masked}
             for launched in record(depth, rank, strategy=strategy, **options):  # type: ignore[arg-type]

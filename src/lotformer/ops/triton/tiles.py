@@ -13,6 +13,9 @@ import triton.language as tl
 
 NEGATIVE = tl.constexpr(-1e38)
 
+FREE = ("n", "m", "tokens", "chunk", "chunks", "iters", "slots", "slot", "passes", "last", "state_size")
+"""Numbers that change from call to call and must not make Triton compile a kernel again."""
+
 
 @triton.jit
 def inner_products(
@@ -42,17 +45,35 @@ def scores(
 
 
 @triton.jit
+def _times_rows(weights, y, k, inside, rank, depth, PRECISION: tl.constexpr):
+    """`weights` times `y` (rank, depth) at columns `k`.
+
+    A warp holds all the terms of a sum in registers, so a long sum is cut in parts for different warps.
+    """
+    columns = tl.arange(0, weights.shape[1])
+    at = y + columns[:, None] * depth + k[None, :]
+    rows = tl.load(at, (columns < rank)[:, None] & inside[None, :], 0.0)
+    if weights.shape[1] > 64:
+        parts: tl.constexpr = weights.shape[1] // 32
+        left = tl.permute(tl.reshape(weights, [weights.shape[0], parts, 32]), (1, 0, 2))
+        right = tl.reshape(rows, [parts, 32, rows.shape[1]])
+        product = tl.sum(tl.dot(left, right, input_precision=PRECISION), 0)
+    else:
+        product = tl.dot(weights, rows, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def store_product(
-    out, stride, row_ok, weights, y, columns, column_ok, first, last, depth,
+    out, stride, row_ok, weights, y, rank, first, last, depth,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first … last` of `weights @ y` into rows of `out`, `y` (R, depth) fp32 contiguous."""
+    """Columns `first … last` of `weights @ y` into rows of `out`, `y` (rank, depth) fp32 contiguous."""
     rows = tl.arange(0, BLOCK_N)
     for start in range(first, last, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < last
-        right = tl.load(y + columns[:, None] * depth + k[None, :], column_ok[:, None] & inside[None, :], 0.0)
-        product = tl.dot(weights, right, input_precision=PRECISION)
+        product = _times_rows(weights, y, k, inside, rank, depth, PRECISION)
         target = out + rows[:, None] * stride + k[None, :]
         tl.store(target, product.to(out.dtype.element_ty), row_ok[:, None] & inside[None, :])
 
