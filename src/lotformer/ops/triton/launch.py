@@ -224,7 +224,9 @@ class Blocks:
 
     @property
     def options(self) -> Options:
-        return {"num_warps": 8, "num_stages": 1}
+        options = {"num_warps": 8, "num_stages": 1}
+        # left alone, NVIDIA's assembler spills a few bytes to run more programs side by side
+        return options if torch.version.hip else {**options, "maxnreg": 255}
 
     def d(self, depth: int) -> int:
         """How much of the depth a program sums up at once."""

@@ -130,7 +130,8 @@ def compile_for(launched: Launch, target: GPUTarget) -> Any:
     """Triton's compiled kernel for a target that need not be present."""
     if target.backend == "hip":
         plain = tuple((name, "ieee" if name == "PRECISION" else value) for name, value in launched.constants)
-        launched = replace(launched, constants=plain)
+        options = tuple((name, value) for name, value in launched.options if name != "maxnreg")
+        launched = replace(launched, constants=plain, options=options)
     position = {parameter.name: i for i, parameter in enumerate(launched.kernel.params)}
     attributes = {(position[name],): [["tt.divisibility", 16]] for name in launched.aligned}
     source = ASTSource(launched.kernel, dict(launched.signature), dict(launched.constants), attributes)
