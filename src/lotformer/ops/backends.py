@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, reference, triton
 from .problem import Problem
 
 
@@ -27,11 +27,11 @@ class Backend:
     why_unsupported: Callable[[Problem], str | None]
 
 
-_REFERENCE = Backend("reference", reference.run, lambda: None, lambda problem: None)
-
-_CPU = Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported)
-
-BACKENDS: tuple[Backend, ...] = (_CPU, _REFERENCE)
+BACKENDS: tuple[Backend, ...] = (
+    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported),
+    Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
+    Backend("reference", reference.run, lambda: None, lambda problem: None),
+)
 """In order of preference; the reference comes last and runs everything."""
 
 
