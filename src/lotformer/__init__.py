@@ -1,7 +1,42 @@
 """LOTFormer: linear-time, doubly stochastic attention from low-rank optimal transport."""
 
+from typing import TYPE_CHECKING, Any
+
+from . import _torchvision, _transformers_hook, attention
+from .layers import AttentionLayer, LOTAttention
+from .nn import PivotMeasure
 from .ops import Coupling, coupling, lot_attention
+
+if TYPE_CHECKING:
+    from .conversion import calibrate, convert, finetune, revert
 
 __version__ = "0.1.0"
 
-__all__ = ["Coupling", "__version__", "coupling", "lot_attention"]
+__all__ = [
+    "AttentionLayer",
+    "Coupling",
+    "LOTAttention",
+    "PivotMeasure",
+    "__version__",
+    "attention",
+    "calibrate",
+    "convert",
+    "coupling",
+    "finetune",
+    "lot_attention",
+    "revert",
+]
+
+_LAZY = {"calibrate", "convert", "finetune", "revert"}
+
+_torchvision.prepare()
+_transformers_hook.install()
+
+
+def __getattr__(name: str) -> Any:
+    """Conversion is imported when it is used: most users of the operator never need it."""
+    if name in _LAZY:
+        from . import conversion
+
+        return getattr(conversion, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

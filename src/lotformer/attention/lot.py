@@ -132,6 +132,11 @@ class LOT(Attention):
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix."""
         return coupling(self._body(q), self._body(k), **self._measures(q, k, key_mask, query_mask))
 
+    @property
+    def is_matrix(self) -> bool:
+        """A convolution per channel is not one matrix per head."""
+        return self.local is None
+
     def no_weight_decay(self) -> set[str]:
         """Parameters that live in the space of tokens or of log masses: decay would pull them to nowhere."""
         return {name for name, _ in self.named_parameters() if not name.startswith("local.")}

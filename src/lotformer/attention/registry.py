@@ -5,14 +5,77 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from . import lot, softmax
+from . import (
+    angular,
+    bigbird,
+    cosformer,
+    deltanet,
+    diff,
+    efficient,
+    enhanced,
+    espformer,
+    espformer_hard,
+    flatten,
+    hedgehog,
+    hydra,
+    informer,
+    kernelized,
+    linear_transformer,
+    linformer,
+    local,
+    longformer,
+    lot,
+    lowrank_ot,
+    mamba2,
+    mobiattention,
+    nystromformer,
+    performer,
+    polaformer,
+    quantum_ds,
+    reformer,
+    sinkformer,
+    skyformer,
+    softmax,
+    synthesizer,
+    t2r,
+)
 from .base import Attention, Entry
 
 _ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         softmax.ENTRY,
+        sinkformer.ENTRY,
+        espformer.ENTRY,
+        espformer_hard.ENTRY,
+        quantum_ds.ENTRY,
+        lowrank_ot.ENTRY,
         lot.ENTRY,
+        linear_transformer.ENTRY,
+        performer.ENTRY,
+        linformer.ENTRY,
+        nystromformer.ENTRY,
+        kernelized.ENTRY,
+        skyformer.ENTRY,
+        cosformer.ENTRY,
+        synthesizer.ENTRY,
+        hedgehog.ENTRY,
+        t2r.ENTRY,
+        efficient.ENTRY,
+        hydra.ENTRY,
+        angular.ENTRY,
+        flatten.ENTRY,
+        enhanced.ENTRY,
+        polaformer.ENTRY,
+        mobiattention.ENTRY,
+        local.ENTRY,
+        longformer.ENTRY,
+        reformer.ENTRY,
+        bigbird.ENTRY,
+        informer.ENTRY,
+        deltanet.ENTRY,
+        mamba2.ENTRY,
+        diff.ENTRY,
     )
 }
 

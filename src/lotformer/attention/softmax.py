@@ -33,7 +33,7 @@ class SoftmaxAttention(Attention):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=self.scale)
         if key_mask is not None:  # a sample without keys has nothing to mix: zeros, not NaN
             out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
-        return zero_padding(out, query_mask)
+        return zero_padding(out, query_mask).to(q.dtype)  # autocast may have lowered it
 
 
 def cost(n: int, d: int, **_: object) -> Cost:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from . import reference, triton
+from . import cpu, reference, triton
 from .problem import Problem
 
 
@@ -25,18 +27,18 @@ class Backend:
     why_unsupported: Callable[[Problem], str | None]
 
 
-_REFERENCE = Backend("reference", reference.run, lambda: None, lambda problem: None)
-
-_TRITON = Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported)
-
-BACKENDS: tuple[Backend, ...] = (_TRITON, _REFERENCE)
+BACKENDS: tuple[Backend, ...] = (
+    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported),
+    Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
+    Backend("reference", reference.run, lambda: None, lambda problem: None),
+)
 """In order of preference; the reference comes last and runs everything."""
 
 
 def choose(problem: Problem, name: str | None) -> Backend:
     """The best backend for the problem, or the named one, or an error that says why it cannot be used."""
     if name is None:
-        return next(b for b in BACKENDS if not b.why_unavailable() and not b.why_unsupported(problem))
+        return next(b for b in BACKENDS if not b.why_unsupported(problem) and _is_available(b))
     backend = next((b for b in BACKENDS if b.name == name), None)
     if backend is None:
         known = ", ".join(repr(b.name) for b in BACKENDS)
@@ -45,3 +47,15 @@ def choose(problem: Problem, name: str | None) -> Backend:
     if reason:
         raise ValueError(f"backend {name!r} cannot be used here: {reason} Use `backend=None` to let it be chosen.")
     return backend
+
+
+_missed: set[str] = set()
+
+
+def _is_available(backend: Backend) -> bool:
+    """Whether it runs on this machine; the first time a suitable backend does not, say so."""
+    reason = backend.why_unavailable()
+    if reason and backend.name not in _missed and not torch.compiler.is_compiling():
+        _missed.add(backend.name)
+        warnings.warn(f"LOT attention runs without its {backend.name!r} backend: {reason}", stacklevel=4)
+    return reason is None

@@ -43,10 +43,9 @@ def potential(s: Tensor, a: Tensor, log_m: Tensor, *, tol: float | None) -> Tens
         tol: bound on the relative error of the glued column sums; None for a fixed cost.
     """
     a, log_m = a.expand(s.shape[:-1]), log_m.expand(*s.shape[:-2], 1, s.shape[-1])[..., 0, :]
-    with torch.no_grad():
-        traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-        # the two plans share the error of the glued coupling: each gets less than half
-        g = _solve(s.detach(), a.detach(), log_m.detach(), None if traced or tol is None else tol / 3)
+    # the two plans share the error of the glued coupling: each gets less than half
+    tol = None if tol is None or torch.compiler.is_compiling() else tol / 3
+    g = _solve(s.detach(), a.detach(), log_m.detach(), tol)
     return _with_implicit_gradient(g, s, a, log_m)[..., None, :]
 
 
@@ -71,6 +70,8 @@ class _Look(NamedTuple):
     tangent: Tensor  # dg/dβ along the path of solutions
 
 
+# One opaque node in a traced graph: unrolled, two dozen passes would take minutes to compile.
+@torch.library.custom_op("lotformer::newton_solve", mutates_args=())
 def _solve(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
     m = log_m.exp()
     spread = (a * (s.amax(-1) - s.amin(-1))).sum(-1)
@@ -91,7 +92,25 @@ def _solve(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
         next_beta = torch.where(settled, (_PACE * beta).clamp_max(1.0), beta)
         g = g + look.length[..., None] * look.corrector + (next_beta - beta)[..., None] * look.tangent
         beta = next_beta
-    return torch.where(best_error.isfinite()[..., None], best, g)
+    return torch.where(best_error.isfinite()[..., None], best, g).contiguous()
+
+
+@_solve.register_fake
+def _(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
+    return torch.empty_like(log_m, memory_format=torch.contiguous_format)
+
+
+@_solve.register_vmap
+def _(
+    info: object, in_dims: tuple[int | None, ...], s: Tensor, a: Tensor, log_m: Tensor, tol: float | None
+) -> tuple[Tensor, int]:
+    # every leading dimension is a batch dimension: a mapped one is one more
+    size = next(x.shape[dim] for x, dim in zip((s, a, log_m), in_dims, strict=False) if dim is not None)
+    s, a, log_m = (
+        x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
+        for x, dim in zip((s, a, log_m), in_dims, strict=False)
+    )
+    return _solve(s, a, log_m, tol), 0
 
 
 def _look(s: Tensor, a: Tensor, log_m: Tensor, m: Tensor, g: Tensor, beta: Tensor) -> _Look:

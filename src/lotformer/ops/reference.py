@@ -15,8 +15,6 @@ a plan whose one marginal is exact by construction and whose other marginal is a
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -119,9 +117,8 @@ def _log_masses(a: Tensor) -> tuple[Tensor, Tensor]:
     A sample without mass is solved as if its (zeroed) tokens were real, which is finite, and then dropped.
     """
     exists = a.sum(-1, keepdim=True) > 0
-    safe = torch.where(a > 0, a, 1.0)
-    log_a = torch.where(a > 0, safe.log(), -torch.inf)
-    log_a = torch.where(exists, log_a, -math.log(a.shape[-1]))
+    a = torch.where(exists, a, torch.ones_like(a) / a.shape[-1])
+    log_a = torch.where(a > 0, torch.where(a > 0, a, 1.0).log(), -torch.inf)
     return log_a, exists[..., None]
 
 

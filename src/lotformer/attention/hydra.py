@@ -1,0 +1,50 @@
+"""Hydra attention: as many heads as channels, which makes attention a product of vectors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from .base import Cost, Entry
+from .clean import CleanAttention
+
+
+class Hydra(CleanAttention):
+    """`q̂ ⊙ Σ_j k̂_j ⊙ v_j` with q̂, k̂ scaled to unit length over the channels of all heads.
+
+    Each channel is a head of its own, so that the layer's heads only matter through that common length.
+    """
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        if v.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"Hydra multiplies keys and values: expected values of {self.head_dim}, got {v.shape[-1]}."
+            )
+        return _unit(q) * (_unit(k) * v).sum(2, keepdim=True)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / vector_norm(x, dim=(1, 3), keepdim=True).clamp_min(1e-12)
+
+
+def cost(n: int, d: int, **_: object) -> Cost:
+    return Cost(flops=9.0 * n * d, bytes=16.0 * n * d)
+
+
+ENTRY = Entry(
+    name="hydra",
+    build=Hydra,
+    summary="One head per channel: products of vectors only.",
+    citation="Bolya et al. 2022, Hydra Attention: Efficient Attention with Many Heads",
+    cost=cost,
+    linear=True,
+    is_matrix=False,
+)

@@ -1,0 +1,56 @@
+"""Local attention: softmax inside non-overlapping blocks of tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Attention, Cost, Entry
+from .fused import attend_blocks, into_blocks, mask_into_blocks
+from .masking import require_equal_lengths, zero_padding
+
+
+class LocalAttention(Attention):
+    """Token i attends by softmax to the real tokens j with `i // block_size == j // block_size`.
+
+    The last block may be shorter; scores are `q·k D^-1/2`.
+    """
+
+    def __init__(self, head_dim: int, num_heads: int, *, block_size: int = 64) -> None:
+        super().__init__(head_dim, num_heads)
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}.")
+        self.block_size = block_size
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        require_equal_lengths(q, k, "local")
+        length, size = q.shape[2], min(self.block_size, max(q.shape[2], 1))
+        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
+        allowed = None
+        if key_mask is not None or length % size:
+            allowed = mask_into_blocks(key_mask, k, size)[:, :, None, :]
+        out = attend_blocks(into_blocks(q, size), into_blocks(k, size), into_blocks(v, size), allowed)
+        return zero_padding(out.flatten(2, 3)[:, :, :length].to(q.dtype), query_mask)
+
+
+def cost(n: int, d: int, *, block_size: int = 64, **_: object) -> Cost:
+    return Cost(flops=4.0 * n * min(block_size, n) * d, bytes=16.0 * n * d)
+
+
+ENTRY = Entry(
+    name="local",
+    build=LocalAttention,
+    summary="Softmax inside non-overlapping blocks of tokens.",
+    citation="Tay et al. 2021, Long Range Arena (local attention)",
+    cost=cost,
+    linear=True,
+    needs_equal_lengths=True,
+)

@@ -1,0 +1,110 @@
+"""PolaFormer: a kernel that keeps like and opposite signs of queries and keys apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.depthwise import DepthwiseMixing
+from ..nn.feature_maps import ChannelScale, HeadwiseLinear, TokenPositions
+from ..nn.linear import linear_attention
+from .base import Cost, Entry
+from .clean import CleanAttention
+from .masking import count_real
+
+
+class PolaFormer(CleanAttention):
+    """Two kernels on the two halves of the value channels, a convolution of the values, and a gate.
+
+        x± = relu(±x / softplus(scale))^p,  p = 1 + α sigmoid(P)
+        like      [q⁺, q⁻] · [k⁺, k⁻]   mixes the first half of the values
+        opposite  [q⁻, q⁺] · [k⁺, k⁻]   mixes the second half
+
+    each divided by its mean over keys plus 1e-6. The publication computes the gate from the layer's input; a
+    mechanism sees queries, keys and values, so here it is a linear map of the queries, per head.
+
+    Args:
+        alpha: range of the learned powers. gate, local_conv: as published, on. kernel_size: side of the 2-D
+            convolution, whose filters heads share.
+        num_tokens: adds the publication's learned positions to the keys, for at most that many tokens; they need
+            the length, so they are off until it is given.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        alpha: float = 4.0,
+        gate: bool = True,
+        local_conv: bool = True,
+        kernel_size: int = 5,
+        num_tokens: int | None = None,
+    ) -> None:
+        super().__init__(head_dim, num_heads)
+        if not alpha > 0:
+            raise ValueError(f"alpha must be above 0, got {alpha}.")
+        self.alpha = alpha
+        self.power = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+        self.channel_scale = ChannelScale(num_heads, head_dim)
+        self.positions = None if num_tokens is None else TokenPositions(num_heads, num_tokens, head_dim)
+        self.gate = HeadwiseLinear(num_heads, head_dim, head_dim) if gate else None
+        self.local = DepthwiseMixing(head_dim, "2d", kernel_size, sharing="heads") if local_conv else None
+
+    def why_equal_lengths(self) -> str | None:
+        return None if self.local is None else "its convolution of the values; local_conv=False removes it"
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        if self.gate is not None and v.shape[-1] != self.head_dim:
+            raise ValueError(f"the gate expects values of dimension {self.head_dim}, got {v.shape[-1]}.")
+        gate = None if self.gate is None else self.gate(q)
+        if self.positions is not None:
+            k = self.positions(k)
+        q_pos, q_neg = self._poles(q)
+        phi_k = torch.cat(self._poles(k), -1)
+        eps = 1e-6 * count_real(k, key_mask)
+        like, opposite = v.tensor_split(2, -1)
+        out = torch.cat(
+            [
+                linear_attention(torch.cat([q_pos, q_neg], -1), phi_k, like, key_mask=key_mask, eps=eps),
+                linear_attention(torch.cat([q_neg, q_pos], -1), phi_k, opposite, key_mask=key_mask, eps=eps),
+            ],
+            -1,
+        )
+        if self.local is not None:
+            out = out + self.local(v, grid)
+        return out if gate is None else out * gate
+
+    def _poles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        power = 1 + self.alpha * self.power.to(x.dtype).sigmoid()
+        x = self.channel_scale(x)
+        # one logarithm and one exponential serve both signs; a power of a tensor would redo them in the backward
+        size = (power * x.abs().clamp_min(torch.finfo(x.dtype).tiny).log()).exp()
+        return torch.where(x > 0, size, 0.0), torch.where(x < 0, size, 0.0)
+
+
+def cost(n: int, d: int, *, gate: bool = True, local_conv: bool = True, kernel_size: int = 5, **_: object) -> Cost:
+    """Two contractions of 2 d features with half of the values, the convolution and the gate."""
+    extra = (2.0 * n * d * kernel_size**2 if local_conv else 0.0) + (2.0 * n * d * d if gate else 0.0)
+    return Cost(flops=8.0 * n * d * d + 40.0 * n * d + extra, bytes=44.0 * n * d)
+
+
+ENTRY = Entry(
+    name="polaformer",
+    build=PolaFormer,
+    summary="Kernels of like and opposite signs, a 2-D convolution and a gate.",
+    citation="Meng et al. 2025, PolaFormer: Polarity-aware Linear Attention for Vision Transformers",
+    cost=cost,
+    linear=True,
+    is_matrix=False,
+    needs_equal_lengths=True,
+    needs_grid=True,
+)

@@ -1,0 +1,63 @@
+"""Quantum doubly stochastic attention in its classical form: the squared orthogonal factor of a QR decomposition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Attention, Cost, Entry
+from .masking import require_equal_lengths, shared_mask, zero_padding
+
+
+class QuantumDS(Attention):
+    """`A = U ∘ U` with `U R = q kᵀ D^-1/2 + ridge · I`: rows and columns of a squared orthogonal matrix sum to one.
+
+    The publication's attention is a variational quantum circuit; this is the quantum-inspired stand-in based on a
+    QR decomposition that it also introduces, for which no code is public. `q kᵀ` has rank D at most, so that for
+    N > D its orthogonal factor is neither unique nor differentiable; `ridge` makes it both.
+
+    A token takes part if it is real as a query and as a key. O(N³).
+    """
+
+    def __init__(self, head_dim: int, num_heads: int, *, ridge: float = 1.0) -> None:
+        super().__init__(head_dim, num_heads)
+        if not ridge > 0:
+            raise ValueError(f"ridge must be above 0, got {ridge}.")
+        self.ridge = ridge
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        require_equal_lengths(q, k, "quantum-ds")
+        mask = shared_mask(key_mask, query_mask)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            q_, k_, v_ = (zero_padding(x, mask).to(dtype) for x in (q, k, v))
+            # a padded token is a row and a column of its own, orthogonal to all others: it changes none of them
+            scores = self.head_dim**-0.5 * q_ @ k_.mT + self.ridge * torch.eye(q.shape[2], dtype=dtype, device=q.device)
+            orthogonal = torch.linalg.qr(scores)[0]
+            out = orthogonal.square() @ v_
+        return zero_padding(out.to(q.dtype), mask)
+
+
+def cost(n: int, d: int, **_: object) -> Cost:
+    """Scores and values as in softmax, and a Householder QR with its explicit factor, 8/3 n³; three n×n matrices."""
+    return Cost(flops=4.0 * n * n * d + 8.0 / 3.0 * n**3, bytes=16.0 * n * d + 12.0 * n * n)
+
+
+ENTRY = Entry(
+    name="quantum-ds",
+    build=QuantumDS,
+    summary="Quantum doubly stochastic attention, QR form: the squared orthogonal factor of the scores.",
+    citation="Born et al. 2025, Quantum Doubly Stochastic Transformers (its QR-based classical variant)",
+    cost=cost,
+    doubly_stochastic=True,
+    needs_equal_lengths=True,
+)

@@ -1,0 +1,60 @@
+"""T2R: kernel attention with a learned ReLU feature map, for conversion by fine-tuning."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..nn.feature_maps import HeadwiseLinear
+from ..nn.linear import linear_attention
+from .base import Cost, Entry
+from .clean import CleanAttention
+
+
+class T2R(CleanAttention):
+    """Kernel attention with `φ(x) = relu(W x + b)`, one map per head.
+
+    Args:
+        features: size of φ, D by default. tied: use one map for queries and keys, as published.
+        eps: added to the normaliser.
+    """
+
+    def __init__(
+        self, head_dim: int, num_heads: int, *, features: int | None = None, tied: bool = True, eps: float = 1e-6
+    ) -> None:
+        super().__init__(head_dim, num_heads)
+        features = head_dim if features is None else features
+        if features < 1:
+            raise ValueError(f"features must be at least 1, got {features}.")
+        self.eps = eps
+        self.query_map = HeadwiseLinear(num_heads, head_dim, features)
+        self.key_map = None if tied else HeadwiseLinear(num_heads, head_dim, features)
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        key_map = self.query_map if self.key_map is None else self.key_map
+        phi_q, phi_k = F.relu(self.query_map(q)), F.relu(key_map(k))
+        return linear_attention(phi_q, phi_k, v, key_mask=key_mask, eps=self.eps)
+
+
+def cost(n: int, d: int, *, features: int | None = None, **_: object) -> Cost:
+    """Two maps and the contraction."""
+    m = d if features is None else features
+    return Cost(flops=8.0 * n * d * m + 4.0 * n * m, bytes=16.0 * n * d + 8.0 * n * m)
+
+
+ENTRY = Entry(
+    name="t2r",
+    build=T2R,
+    summary="Learned ReLU features.",
+    citation="Kasai et al. 2021, Finetuning Pretrained Transformers into RNNs",
+    cost=cost,
+    linear=True,
+)

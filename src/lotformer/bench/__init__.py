@@ -1,0 +1,1 @@
+"""Measurements: run time, memory, distance from the machine's limit, and the table of mechanisms."""

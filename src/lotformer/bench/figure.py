@@ -1,0 +1,59 @@
+"""Run time over the length of the sequence, both axes logarithmic: quadratic mechanisms left, linear ones right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .runtime import Point, RuntimeResult
+
+
+def draw_runtime(result: RuntimeResult, path: Path, *, solid_rank: int = 64) -> list[Path]:
+    """Write `path` as .png and .svg and return the two files. LOT is in both panels, `solid_rank` drawn through."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'lotformer[figures]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    lot = [p for p in result.points if p.mechanism == "lot"]
+    others = [p for p in result.points if p.mechanism != "lot"]
+    for axis, panel in zip(axes, ("quadratic", "linear"), strict=True):
+        for label, points in _curves([p for p in others if p.panel == panel]).items():
+            _plot(axis, points, label=label, marker="o", markersize=3)
+        for label, points in _curves(lot).items():
+            solid = label == f"lot r={solid_rank}" or len(_curves(lot)) == 1
+            rank = int(label.split("=")[1])
+            _plot(axis, points, label=label, color="black", linestyle="-" if solid else "--",
+                  linewidth=2 if solid else 0.8, alpha=1.0 if solid else 0.35 + rank / 512)  # fmt: skip
+        axis.set(title=f"against {panel} mechanisms", xlabel="tokens", xscale="log", yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel(f"{result.direction}, milliseconds")
+    source = result.provenance
+    figure.suptitle(
+        f"B{result.batch} H{result.heads} D{result.head_dim}, fp32, threads: {source.threads}, {source.cpu}, "
+        f"torch {source.torch}",
+        fontsize=8,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    for file in files:
+        figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+    return files
+
+
+def _curves(points: list[Point]) -> dict[str, list[Point]]:
+    curves: dict[str, list[Point]] = {}
+    for point in points:
+        if point.milliseconds is not None:
+            curves.setdefault(point.label, []).append(point)
+    return curves
+
+
+def _plot(axis: Any, points: list[Point], **style: Any) -> None:
+    axis.plot([p.n for p in points], [p.milliseconds for p in points], **style)

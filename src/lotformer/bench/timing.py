@@ -1,0 +1,69 @@
+"""Timing of alternatives against each other on a noisy machine: in turns, best of many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The best and the middle of `repeats` calls, in seconds."""
+
+    best: float
+    median: float
+    repeats: int
+
+
+@contextmanager
+def thread_count(threads: int) -> Iterator[None]:
+    """Run with this many threads and put the old number back."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}.")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    seconds_each: float = 0.5,
+    min_repeats: int = 3,
+    max_repeats: int = 400,
+    patience: float = 10.0,
+    warm_up: bool = True,
+) -> dict[str, Timing]:
+    """Time the runs in turns, so that a slow moment of the machine hits all of them.
+
+    A run leaves the rotation when it has had its seconds and `min_repeats`, or `max_repeats`, or all the
+    `patience` in seconds there is for a slow one.
+    """
+    if warm_up:
+        for run in runs.values():
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    waiting = dict(runs)
+    while waiting:
+        for name, run in list(waiting.items()):
+            start = time.perf_counter()
+            run()
+            taken = samples[name]
+            taken.append(time.perf_counter() - start)
+            spent = sum(taken)
+            enough = len(taken) >= min_repeats and spent >= seconds_each
+            if enough or len(taken) >= max_repeats or spent >= patience:
+                del waiting[name]
+    return {name: Timing(min(s), sorted(s)[len(s) // 2], len(s)) for name, s in samples.items()}
+
+
+def ratios(timings: Mapping[str, Timing], of: str) -> dict[str, float]:
+    """How many times as long as `of` each of the others takes."""
+    return {name: timing.best / timings[of].best for name, timing in timings.items() if name != of}

@@ -1,0 +1,62 @@
+"""`lotformer doctor`: what is installed, what runs here, and why something does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from ..ops.backends import BACKENDS
+
+EXTRAS = {
+    "matplotlib": "figures",
+    "timm": "vision",
+    "transformers": "text",
+    "torchmetrics": "text",
+    "triton": "gpu",
+    "onnxruntime": "onnx",
+}
+
+
+def doctor() -> None:
+    """Say what is installed, which devices and backends are usable, and why the others are not."""
+    console = Console()
+    versions = Table("part", "version or how to get it", title="Versions")
+    versions.add_row("lotformer", __version__)
+    versions.add_row("python", platform.python_version())
+    versions.add_row("torch", torch.__version__)
+    for package, extra in EXTRAS.items():
+        try:
+            versions.add_row(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            versions.add_row(package, f"[yellow]missing[/]: pip install 'lotformer\\[{extra}]'")
+    console.print(versions)
+
+    devices = Table("device", "what", title="Devices")
+    devices.add_row("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    devices.add_row("instruction set", torch.backends.cpu.get_cpu_capability())
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            devices.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
+    else:
+        devices.add_row("cuda", "[dim]none found[/]")
+    console.print(devices)
+
+    backends = Table("backend", "usable", "why not", title="Backends of the operator, best first")
+    for backend in BACKENDS:
+        reason = backend.why_unavailable()
+        backends.add_row(backend.name, "[red]no[/]" if reason else "[green]yes[/]", reason or "")
+    console.print(backends)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

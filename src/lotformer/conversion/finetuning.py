@@ -1,0 +1,233 @@
+"""`finetune`: let all weights adapt to the new attention, without labels or on a task."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.softmax import SoftmaxAttention
+from .probe import Batch, call, main_tensor
+from .sites import MECHANISM, converted, mechanism_of, require_converted
+
+TaskLoss = Callable[[Any, Batch], Tensor]
+"""Maps a model's output and the batch it came from to a scalar loss."""
+
+
+@dataclass(frozen=True)
+class FinetuningReport:
+    """What fine-tuning did: the loss at every step, and how long it took."""
+
+    steps: int
+    seconds: float
+    losses: tuple[float, ...]
+
+    def __str__(self) -> str:
+        span = max(1, len(self.losses) // 10)
+        first, last = (sum(part) / len(part) for part in (self.losses[:span], self.losses[-span:]))
+        return f"fine-tuned {self.steps} steps in {self.seconds:.0f} s: loss {first:.4f} → {last:.4f}"
+
+
+def finetune(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    teacher: nn.Module | None = None,
+    loss: TaskLoss | None = None,
+    steps: int = 200,
+    lr: float = 5e-5,
+    mechanism_lr: float = 5e-3,
+    weight_decay: float = 0.0,
+    hidden_weight: float = 0.3,
+    freeze_embeddings: bool = True,
+    exact_share: float = 0.3,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> FinetuningReport:
+    """Train every weight of a converted model (or, on a task, of any model: the baseline by the same loop).
+
+    Without `loss`, the model imitates its own outputs of before the conversion and needs no labels:
+    `(1 − cos(pooled, pooled*)) + hidden_weight · ‖h − h*‖² / ‖h*‖²`, where pooled is the mean over real tokens and h
+    the hidden states (or logits). With `loss`, that is minimised, plus the imitation if a `teacher` is given too.
+
+    Args:
+        batches: inputs, as in `calibrate`; a list, since steps visit them more than once.
+        teacher: the model to imitate; by default this model as it is now with softmax back in place.
+        loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`.
+        lr, mechanism_lr, weight_decay: of AdamW for the host's weights and for the mechanisms; a cosine for both.
+        freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
+        exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly.
+        checkpoint, on_step, seed: as in `calibrate`.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    if not batches:
+        raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
+    if loss is None:
+        require_converted(model)
+        teacher = softmax_copy(model) if teacher is None else teacher
+    start = time.perf_counter()
+    modes = {module: module.training for module in model.modules()}
+    frozen = _freeze_embeddings(model) if freeze_embeddings else []
+    run = _Run(model, batches, steps, lr, mechanism_lr, weight_decay, exact_share, seed)
+    if checkpoint is not None and Path(checkpoint).exists():
+        run.load(Path(checkpoint))
+    model.train(loss is not None)  # imitation compares with a teacher that drops nothing
+    try:
+        while run.step < steps:
+            value = run.advance(lambda batch: _loss(model, batch, teacher, loss, hidden_weight))
+            if on_step is not None:
+                on_step(run.step, steps, value)
+            if checkpoint is not None and run.step % 100 == 0:
+                run.save(Path(checkpoint))
+    except KeyboardInterrupt:
+        if checkpoint is not None:
+            run.save(Path(checkpoint))
+        raise
+    finally:
+        run.use_exact_solver(True)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for module, training in modes.items():
+            module.training = training
+    return FinetuningReport(run.step, time.perf_counter() - start, tuple(run.losses))
+
+
+def softmax_copy(model: nn.Module) -> nn.Module:
+    """A frozen copy of a converted model with softmax attention in place of its mechanisms."""
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    for _, module in require_converted(twin):
+        mechanism = mechanism_of(module)
+        setattr(module, MECHANISM, SoftmaxAttention(mechanism.head_dim, mechanism.num_heads))
+    return twin
+
+
+def pooled(hidden: Tensor, batch: Batch) -> Tensor:
+    """The mean over real tokens `(B, C)` of hidden states `(B, N, C)`; anything else passes through."""
+    if hidden.dim() != 3:
+        return hidden
+    mask = _mask(hidden, batch)
+    if mask is None:
+        return hidden.mean(1)
+    return (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
+
+
+def _loss(
+    model: nn.Module, batch: Batch, teacher: nn.Module | None, task: TaskLoss | None, hidden_weight: float
+) -> Tensor:
+    output = call(model, batch)
+    parts: list[Tensor] = [] if task is None else [task(output, batch)]
+    if teacher is not None:
+        with torch.no_grad():
+            target = main_tensor(call(teacher, batch))
+        parts.append(_imitation(main_tensor(output), target, batch, hidden_weight))
+    return torch.stack(parts).sum()
+
+
+def _imitation(hidden: Tensor, target: Tensor, batch: Batch, hidden_weight: float) -> Tensor:
+    cosine = torch.cosine_similarity(pooled(hidden, batch), pooled(target, batch), dim=-1).mean()
+    mask = _mask(hidden, batch)
+    real: Tensor | float = 1.0 if mask is None or hidden.dim() != 3 else mask
+    relative = ((hidden - target) * real).square().sum() / (target * real).square().sum().clamp_min(1e-12)
+    return 1 - cosine + hidden_weight * relative
+
+
+def _mask(hidden: Tensor, batch: Batch) -> Tensor | None:
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None or mask.dim() != 2 or hidden.dim() != 3 or mask.shape != hidden.shape[:2]:
+        return None
+    return mask[..., None].to(hidden.dtype)
+
+
+def _freeze_embeddings(model: nn.Module) -> list[Tensor]:
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    for table in tables:
+        table.requires_grad_(False)
+    return tables
+
+
+class _Run:
+    """The loop's state, which is what a checkpoint holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        steps: int,
+        lr: float,
+        mechanism_lr: float,
+        weight_decay: float,
+        exact_share: float,
+        seed: int,
+    ) -> None:
+        self.model, self.batches, self.steps = model, batches, steps
+        self.mechanisms = [mechanism_of(module) for _, module in converted(model)]
+        self.exact = [getattr(mechanism, "solver", None) == "newton" for mechanism in self.mechanisms]
+        self.exact_from = math.floor((1 - exact_share) * steps)
+        own = {id(p) for mechanism in self.mechanisms for p in mechanism.parameters()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if id(p) not in own], "lr": lr, "weight_decay": weight_decay},
+            {"params": [p for p in trained if id(p) in own], "lr": mechanism_lr, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []
+        self.step = 0
+        self.losses: list[float] = []
+
+    def advance(self, loss_of: Callable[[Batch], Tensor]) -> float:
+        if not self.order:
+            self.order = torch.randperm(len(self.batches), generator=self.generator).tolist()
+        self.use_exact_solver(self.step >= self.exact_from)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * self.step / self.steps))
+        value = loss_of(self.batches[self.order.pop()])
+        self.optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
+        self.optimizer.step()
+        self.step += 1
+        self.losses.append(float(value.detach()))
+        return self.losses[-1]
+
+    def use_exact_solver(self, yes: bool) -> None:
+        for mechanism, exact in zip(self.mechanisms, self.exact, strict=True):
+            if exact:
+                mechanism.solver = "newton" if yes else "sinkhorn"  # type: ignore[assignment]
+
+    def save(self, path: Path) -> None:
+        state = {
+            "step": self.step,
+            "order": self.order,
+            "losses": self.losses,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "random": torch.get_rng_state(),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        try:
+            state = torch.load(path, weights_only=True)
+            self.model.load_state_dict(state["model"])
+        except Exception as error:
+            raise ValueError(
+                f"{path} is not a checkpoint of this fine-tuning: {error}. Delete it to start over."
+            ) from error
+        self.step, self.order, self.losses = state["step"], state["order"], state["losses"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["random"])

@@ -1,0 +1,63 @@
+"""What a conversion did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module of the model: converted, or skipped for a reason."""
+
+    name: str
+    kind: str
+    converted: bool
+    reason: str = ""
+    parameters_added: int = 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The model's output on one batch before and after, no calibration yet."""
+
+    relative_change: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Layers converted and skipped, parameters added, and how much the output moved on a probe batch."""
+
+    model: str
+    mechanism: str
+    options: dict[str, Any]
+    layers: tuple[Layer, ...]
+    probe: Probe | None
+
+    @property
+    def converted(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.converted)
+
+    @property
+    def skipped(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if not layer.converted)
+
+    @property
+    def parameters_added(self) -> int:
+        return sum(layer.parameters_added for layer in self.layers)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        lines = [
+            f"{self.model}: {len(self.converted)} attention layers now use {self.mechanism!r} ({options}), "
+            f"{self.parameters_added:,} parameters added"
+        ]
+        lines += [f"  converted  {layer.name} ({layer.kind})" for layer in self.converted]
+        lines += [f"  left alone {layer.name} ({layer.kind}): {layer.reason}" for layer in self.skipped]
+        if self.probe is not None:
+            lines.append(
+                f"  on a probe batch, before calibration: relative change {self.probe.relative_change:.2g}, "
+                f"cosine {self.probe.cosine:.5f}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Loaders for the tasks, from the sets' own public layouts."""

@@ -1,0 +1,19 @@
+"""Where data lives: a folder of unpacked sets that the user names, never a download."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "LOTFORMER_DATA"
+
+
+def data_folder(given: str | Path | None = None) -> Path:
+    """The folder given, or the one in `LOTFORMER_DATA`, or an error that says how to name one."""
+    named = given if given is not None else os.environ.get(VARIABLE)
+    if not named:
+        raise FileNotFoundError(f"no data folder: pass --data-dir or set {VARIABLE} to a folder of unpacked sets.")
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder: pass --data-dir or set {VARIABLE} to one that exists.")
+    return folder

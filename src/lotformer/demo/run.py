@@ -1,0 +1,182 @@
+"""The demo itself: convert MiniLM, calibrate, fine-tune, and measure after every stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import conversion
+from ..attention.lot import LOT
+from ..attention.softmax import SoftmaxAttention
+from ..conversion.activations import Activations, LayerInput
+from ..conversion.couplings import CouplingQuality
+from ..conversion.fidelity import Fidelity, fidelity, spearman
+from ..conversion.objectives import dense
+from ..conversion.sites import mechanism_of, require_converted
+from ..conversion.text import embed, text_batches
+from ..data import glue
+from . import minilm
+from .prose import python_reference
+from .speed import Speed, compare_speed
+
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
+SENTENCE = "The value of the expression is computed first, and then it is bound to the name on the left."
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The converted model at one point of its way."""
+
+    name: str
+    fidelity: Fidelity
+    coupling: CouplingQuality
+    seconds: float
+    sts_recovered: float | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention head on one sentence, before and after, `(tokens, tokens)` each."""
+
+    layer: int
+    head: int
+    tokens: list[str]
+    softmax: Tensor
+    converted: Tensor
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything the report shows."""
+
+    conversion: conversion.ConversionReport
+    stages: list[Stage]
+    losses: tuple[float, ...]
+    speeds: list[Speed]
+    heads: list[Heads]
+    saved: Path
+    calibration_texts: int
+    held_back_texts: int
+    sts_softmax: float | None
+
+
+Listener = Callable[[str, int, int], None]
+"""Called with what is being done, how far it is, and how far it will go."""
+
+
+def run(
+    folder: Path,
+    *,
+    rank: int = 32,
+    steps: int = 250,
+    finetune_steps: int = 150,
+    lengths: tuple[int, ...] = LENGTHS,
+    data: Path | None = None,
+    seed: int = 0,
+    listen: Listener = lambda what, now, total: None,
+) -> DemoResult:
+    """Run all stages and save the converted model into `folder`."""
+    from transformers import AutoModel, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    listen("getting the weights", 0, 1)
+    source = str(minilm.weights())
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    original = AutoModel.from_pretrained(source).eval()
+    model = copy.deepcopy(original)
+    prose = python_reference()
+    batches = text_batches(tokenizer, prose.calibration)
+    judge = _Judge(original, tokenizer, prose.held_back, data)
+
+    report = conversion.convert(model, "lot", rank=rank)
+    listen("measuring the fresh conversion", 0, 1)
+    stages = [judge.stage("only converted", model, 0.0)]
+    calibrated = conversion.calibrate(
+        model, batches, steps=steps, seed=seed, on_step=lambda now, total, _: listen("calibrating", now, total)
+    )
+    stages.append(judge.stage("calibrated", model, calibrated.seconds))
+    if finetune_steps:
+        tuned = conversion.finetune(
+            model,
+            batches,
+            teacher=original,
+            steps=finetune_steps,
+            seed=seed,
+            on_step=lambda now, total, _: listen("fine-tuning without labels", now, total),
+        )
+        stages.append(judge.stage("fine-tuned", model, tuned.seconds))
+
+    saved = folder / "all-MiniLM-L6-v2-lot"
+    model.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    listen("comparing speed", 0, len(lengths))
+    speeds = compare_speed(
+        original,
+        model.eval(),
+        lengths,
+        on_length=lambda speed: listen("comparing speed", lengths.index(speed.tokens) + 1, len(lengths)),
+    )
+    return DemoResult(
+        conversion=report,
+        stages=stages,
+        losses=calibrated.losses,
+        speeds=speeds,
+        heads=_look_inside(model, tokenizer),
+        saved=saved,
+        calibration_texts=len(prose.calibration),
+        held_back_texts=len(prose.held_back),
+        sts_softmax=judge.sts_softmax,
+    )
+
+
+class _Judge:
+    """Measures stages against the original on held-back text, and on STS-B where there is one."""
+
+    def __init__(self, original: nn.Module, tokenizer: Any, texts: list[str], data: Path | None) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.reference = embed(original, tokenizer, texts)
+        self.couplings = text_batches(tokenizer, texts)[::3]
+        self.sts: list[glue.Example] = []
+        if data is not None and (data / "glue" / glue.TASKS["stsb"].folder).is_dir():
+            self.sts = glue.load(glue.TASKS["stsb"], "dev", data)
+        self.sts_softmax = self._sts(original) if self.sts else None
+
+    def stage(self, name: str, model: nn.Module, seconds: float) -> Stage:
+        quality = conversion.coupling_quality(model, self.couplings)
+        assert quality is not None
+        stage = Stage(name, fidelity(self.reference, embed(model, self.tokenizer, self.texts)), quality, seconds)
+        if self.sts_softmax is None:
+            return stage
+        return replace(stage, sts_recovered=self._sts(model) / self.sts_softmax)
+
+    def _sts(self, model: nn.Module) -> float:
+        left, right = (embed(model, self.tokenizer, [e.texts[side] for e in self.sts]) for side in (0, 1))
+        return spearman((left * right).sum(-1), torch.tensor([e.label for e in self.sts]))
+
+
+@torch.no_grad()
+def _look_inside(model: nn.Module, tokenizer: Any) -> list[Heads]:
+    """In three layers, the head whose softmax columns are most uneven: its sink is what learned masses are for."""
+    inputs = dict(tokenizer([SENTENCE], return_tensors="pt"))
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    sites = require_converted(model)
+    found = []
+    with Activations(model, [inputs], memory_limit=1 << 30) as seen:
+        for layer in sorted({0, len(sites) // 2, len(sites) - 1}):
+            name, module = sites[layer]
+            mechanism = mechanism_of(module)
+            assert isinstance(mechanism, LOT)
+            activation: LayerInput = seen[0][name]
+            before = dense(SoftmaxAttention(mechanism.head_dim, mechanism.num_heads), activation)[0]
+            head = int(before.sum(-2).amax(-1).argmax())
+            after = dense(mechanism, activation)[0]
+            found.append(Heads(layer, head, tokens, before[head], after[head]))
+    return found

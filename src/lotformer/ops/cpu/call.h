@@ -1,0 +1,81 @@
+// One call of the operator as plain data: what the torch side hands to the kernel of an instruction set.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace lot {
+
+// Rows of a (batch, heads, tokens, width) tensor. Strides in elements; the last dimension is contiguous.
+struct Rows {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, token = 0;
+};
+
+// Masses of tokens (batch, heads, tokens); data == nullptr means uniform.
+struct Masses {
+  const float* data = nullptr;
+  int64_t batch = 0, head = 0, token = 0;
+};
+
+// Masks (batch, tokens), non-zero = a real token; data == nullptr means all real.
+struct Mask {
+  const uint8_t* data = nullptr;
+  int64_t batch = 0, token = 0;
+};
+
+enum Side { kQuery = 0, kKey = 1 };
+enum Solver { kSinkhorn = 0, kNewton = 1 };
+
+// Services of the host, so that code compiled for one instruction set includes nothing that others share.
+struct Host {
+  void (*parallel)(int64_t count, void (*body)(int64_t begin, int64_t end, void* context), void* context);
+  int (*threads)();
+  void* (*scratch)(size_t bytes);  // this thread's, 64-byte aligned, valid until `release` takes it back
+  size_t (*mark)();
+  void (*release)(size_t mark);
+};
+
+struct Call {
+  Host host;
+  int64_t batch, heads, length[2];
+  int rank, dim, value_dim;
+  bool bf16;
+  Rows tokens[2], values;
+  const float *pivots, *log_masses;  // (heads, rank, dim) and (heads, rank), contiguous
+  const float* temperatures;         // (heads,) or nullptr: then `temperature` for every head
+  float temperature;
+  Masses masses[2];
+  Mask masks[2];
+  Solver solver;
+  int iters;
+  double tol;
+
+  Rows out;
+  float* state;  // (batch, heads, state_size): potentials of every sweep, see state.h
+  float* mixed;  // (batch, heads, rank, value_dim): Wᵀ v
+
+  // backward only
+  Rows grad_out, grad_tokens[2], grad_values;
+  float *grad_pivots, *grad_log_masses, *grad_temperatures;  // shapes of their inputs
+  float* grad_masses[2];                                     // (batch, heads, tokens) or nullptr
+};
+
+// Floats of state per head: the potentials that backward starts from, then which form they are in.
+inline int64_t state_size(Solver solver, int iters, int rank) {
+  const int64_t vectors = solver == kSinkhorn ? 2 * int64_t(iters) + 1 : 3;
+  return vectors * rank + 4;
+}
+
+struct Kernel {
+  const char* name;
+  void (*forward)(const Call&);
+  void (*backward)(const Call&);
+};
+
+const Kernel& portable_kernel();
+#ifdef LOT_X86
+const Kernel& avx2_kernel();
+const Kernel& avx512_kernel();
+#endif
+
+}  // namespace lot

@@ -1,0 +1,401 @@
+// What the passes over one head share: its tokens, its pivots, its scratch and the block operations.
+//
+// Tokens are processed in blocks of kBlock rows so that a block of scores stays in the first-level cache between
+// the stages of a pass. Rows of scores have `padded` columns, a multiple of the vector width; the columns beyond
+// `rank` carry the potential kNothing and hence the weight zero.
+#pragma once
+#include "call.h"
+#include "gemm.h"
+
+namespace {
+
+using namespace lot;
+
+constexpr int kBlock = 96;
+constexpr float kNothing = -1e30f;
+constexpr float kTiny = 1e-37f;
+
+LOT_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+struct Arena {
+  const Host* host;
+  template <class T>
+  T* take(int64_t count) const {
+    return static_cast<T*>(host->scratch(size_t(count) * sizeof(T)));
+  }
+  template <class T>
+  T* zeros(int64_t count) const {
+    T* p = take<T>(count);
+    memset(p, 0, size_t(count) * sizeof(T));
+    return p;
+  }
+};
+
+// The tokens of one head on one side that have mass (queries of zero mass keep their row), in order.
+struct Tokens {
+  Rows rows;             // positioned at this head
+  bool bf16;
+  int64_t count;         // tokens listed
+  const int32_t* index;  // their positions, nullptr when that is 0, 1, 2, …
+  float* mass;           // sum 1, padded with zeros
+  double total;          // of the masses as given
+};
+
+static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const Arena& arena) {
+  Tokens t;
+  const int64_t length = c.length[side];
+  t.rows = c.tokens[side];
+  const int64_t offset = b * t.rows.batch + h * t.rows.head;
+  t.rows.data = static_cast<char*>(t.rows.data) + offset * (c.bf16 ? 2 : 4);
+  t.bf16 = c.bf16;
+  t.mass = arena.take<float>(round_up(length, kBlock));
+  t.index = nullptr;
+  t.count = length;
+  t.total = double(length);
+  const Masses& masses = c.masses[side];
+  const Mask& mask = c.masks[side];
+  if (!masses.data && !mask.data) {
+    for (int64_t i = 0; i < length; i++) t.mass[i] = float(1.0 / double(length));
+  } else {
+    int32_t* index = arena.take<int32_t>(length);
+    const float* given = masses.data ? masses.data + b * masses.batch + h * masses.head : nullptr;
+    const uint8_t* real = mask.data ? mask.data + b * mask.batch : nullptr;
+    t.count = 0;
+    t.total = 0;
+    for (int64_t i = 0; i < length; i++) {
+      if (real && !real[i * mask.token]) continue;
+      const float mass = given ? given[i * masses.token] : 1.f;
+      if (side == kKey && !(mass > 0)) continue;
+      t.mass[t.count] = mass;
+      index[t.count++] = int32_t(i);
+      t.total += mass;
+    }
+    if (t.count < length) t.index = index;
+    for (int64_t i = 0; i < t.count; i++)
+      t.mass[i] = t.total > 0 ? float(t.mass[i] / t.total) : float(1.0 / double(t.count));
+  }
+  for (int64_t i = t.count; i < round_up(t.count, kBlock); i++) t.mass[i] = 0;
+  return t;
+}
+
+struct View {
+  const float* data;
+  int64_t ld;
+};
+
+// Rows [first, first + count) of a tensor that belongs to the tokens, as fp32. `vectors` asks for rows padded with
+// zeros to whole vectors. Nothing is copied when the tensor already is what is asked for.
+static View read_rows(const Tokens& t, const Rows& rows, int64_t first, int count, int width, bool vectors,
+                      float* buffer) {
+  if (!t.bf16 && !t.index && (!vectors || width % W == 0))
+    return {static_cast<const float*>(rows.data) + first * rows.token, rows.token};
+  const int64_t ld = round_up(width, W);
+  for (int i = 0; i < count; i++) {
+    const int64_t at = (t.index ? t.index[first + i] : first + i) * rows.token;
+    float* to = buffer + i * ld;
+    if (t.bf16) {
+      const uint16_t* from = static_cast<const uint16_t*>(rows.data) + at;
+      for (int d = 0; d < width; d++) to[d] = from_bf16(from[d]);
+    } else {
+      memcpy(to, static_cast<const float*>(rows.data) + at, size_t(width) * 4);
+    }
+    for (int64_t d = width; d < ld; d++) to[d] = 0;
+  }
+  return {buffer, ld};
+}
+
+// Where `write_rows` may be spared: the rows of the tensor themselves if they can be written as whole vectors.
+static View target_rows(const Tokens& t, const Rows& rows, int64_t first, int width, float* buffer) {
+  if (!t.bf16 && !t.index && width % W == 0)
+    return {static_cast<const float*>(rows.data) + first * rows.token, rows.token};
+  return {buffer, round_up(width, W)};
+}
+
+static void write_rows(const Tokens& t, const Rows& rows, int64_t first, int count, int width, const View& from,
+                       const float* buffer) {
+  if (from.data != buffer) return;
+  for (int i = 0; i < count; i++) {
+    const int64_t at = (t.index ? t.index[first + i] : first + i) * rows.token;
+    const float* row = from.data + i * from.ld;
+    if (t.bf16) {
+      uint16_t* to = static_cast<uint16_t*>(rows.data) + at;
+      for (int d = 0; d < width; d++) to[d] = to_bf16(row[d]);
+    } else {
+      memcpy(static_cast<float*>(rows.data) + at, row, size_t(width) * 4);
+    }
+  }
+}
+
+static Rows at_head(const Rows& rows, bool bf16, int64_t b, int64_t h) {
+  Rows r = rows;
+  r.data = static_cast<char*>(r.data) + (b * r.batch + h * r.head) * (bf16 ? 2 : 4);
+  return r;
+}
+
+// Zero the rows of tokens that are not listed.
+static void clear_padding(const Tokens& t, const Rows& rows, int64_t length, int width) {
+  if (!t.index && t.count == length) return;
+  const size_t item = t.bf16 ? 2 : 4;
+  int64_t next = 0;
+  for (int64_t i = 0; i < length; i++) {
+    if (next < t.count && (!t.index || t.index[next] == i)) {
+      next++;
+      continue;
+    }
+    memset(static_cast<char*>(rows.data) + size_t(i * rows.token) * item, 0, size_t(width) * item);
+  }
+}
+
+// Pivots and masses of a head.
+struct Measure {
+  int rank, padded, vectors, dim, dim_padded;
+  float temperature;
+  float* scaled_transposed;  // (dim, padded): temperature · zᵀ
+  float* scaled;             // (padded, dim_padded): temperature · z
+  float *log_mass, *mass;    // (padded): log m and kNothing, m and 0
+};
+
+static Measure read_measure(const Call& c, int64_t h, const Arena& arena) {
+  Measure m;
+  m.rank = c.rank;
+  m.padded = int(round_up(c.rank, W));
+  m.vectors = m.padded / W;
+  m.dim = c.dim;
+  m.dim_padded = int(round_up(c.dim, W));
+  m.temperature = c.temperatures ? c.temperatures[h] : c.temperature;
+  m.scaled_transposed = arena.zeros<float>(int64_t(m.dim) * m.padded);
+  m.scaled = arena.zeros<float>(int64_t(m.padded) * m.dim_padded);
+  const float* z = c.pivots + h * m.rank * m.dim;
+  for (int j = 0; j < m.rank; j++)
+    for (int d = 0; d < m.dim; d++) {
+      const float x = z[j * m.dim + d] * m.temperature;
+      m.scaled[j * m.dim_padded + d] = x;
+      m.scaled_transposed[d * m.padded + j] = x;
+    }
+  m.log_mass = arena.take<float>(m.padded);
+  m.mass = arena.zeros<float>(m.padded);
+  const float* given = c.log_masses + h * m.rank;
+  float top = given[0];
+  for (int j = 1; j < m.rank; j++) top = most(top, given[j]);
+  double total = 0;
+  for (int j = 0; j < m.rank; j++) total += exp(double(given[j] - top));
+  const double norm = top + log(total);
+  for (int j = 0; j < m.padded; j++) m.log_mass[j] = j < m.rank ? float(given[j] - norm) : kNothing;
+  for (int j = 0; j < m.rank; j++) m.mass[j] = float(exp(given[j] - norm));
+  return m;
+}
+
+// Scratch of one worker on a head.
+struct Worker {
+  float *input, *output;     // blocks of token rows
+  float *plan, *other;       // blocks of scores
+  float *shift, *sum, *weight, *extra;  // one number per row of a block
+  float* column;             // (padded) partial column sums of a block
+  double *columns, *columns2;  // (padded) column sums of a range of tokens
+  float* product;            // (padded, widest) partial of an r-sized product
+  double top;                // largest row shift met
+};
+
+struct Head {
+  const Call* call;
+  Arena arena;
+  Measure pivots;
+  int64_t b, h;
+  int value_padded;
+  int workers;
+  Worker* worker;
+
+  // Runs body(worker, first, last) over a split of `count` tokens into whole blocks.
+  template <class F>
+  void each_range(int64_t count, const F& body) const {
+    const int64_t blocks = (count + kBlock - 1) / kBlock;
+    if (workers == 1 || blocks < 2) {
+      for (int w = 1; w < workers; w++) body(worker[w], int64_t(0), int64_t(0));
+      body(worker[0], int64_t(0), count);
+      return;
+    }
+    struct Context {
+      const Head* head;
+      const F* body;
+      int64_t blocks, count;
+    } context{this, &body, blocks, count};
+    call->host.parallel(
+        workers,
+        [](int64_t begin, int64_t end, void* raw) {
+          const Context& x = *static_cast<Context*>(raw);
+          for (int64_t w = begin; w < end; w++)
+            (*x.body)(x.head->worker[w], least(x.blocks * w / x.head->workers * kBlock, x.count),
+                      least(x.blocks * (w + 1) / x.head->workers * kBlock, x.count));
+        },
+        &context);
+  }
+};
+
+static Head open_head(const Call& c, int64_t b, int64_t h, int workers) {
+  Head head;
+  head.call = &c;
+  head.arena = Arena{&c.host};
+  head.b = b;
+  head.h = h;
+  head.pivots = read_measure(c, h, head.arena);
+  head.value_padded = int(round_up(c.value_dim, W));
+  head.workers = workers;
+  head.worker = head.arena.take<Worker>(workers);
+  const int64_t padded = head.pivots.padded;
+  const int64_t widest = most<int64_t>(most(head.pivots.dim_padded, head.value_padded), padded);
+  for (int w = 0; w < workers; w++) {
+    Worker& k = head.worker[w];
+    k.input = head.arena.take<float>(kBlock * widest);
+    k.output = head.arena.take<float>(kBlock * widest);
+    k.plan = head.arena.take<float>(kBlock * padded);
+    k.other = head.arena.take<float>(kBlock * padded);
+    float* numbers = head.arena.take<float>(4 * kBlock);
+    k.shift = numbers;
+    k.sum = numbers + kBlock;
+    k.weight = numbers + 2 * kBlock;
+    k.extra = numbers + 3 * kBlock;
+    k.column = head.arena.take<float>(padded);
+    k.columns = head.arena.take<double>(padded);
+    k.columns2 = head.arena.take<double>(padded);
+    k.product = head.arena.take<float>(padded * widest);
+    k.top = 0;
+  }
+  return head;
+}
+
+// s[i, :] = temperature · x_i zᵀ
+LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count, float* scores) {
+  const Measure& p = head.pivots;
+  const View x = read_rows(t, t.rows, first, count, p.dim, false, k.input);
+  multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores, p.padded);
+}
+
+// e = exp(β s + g − shift) with the row's maximum as shift, and the row sums; rows up to a whole vector are zeroed.
+static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
+                      float* sum) {
+  const int64_t ld = int64_t(vectors) * W;
+  for (int i = 0; i < count; i += W) {
+    V part[W];
+#pragma GCC unroll 16
+    for (int t = 0; t < W; t++) {
+      const float* row = s + least(i + t, count - 1) * ld;
+      V top = load(row) * beta + load(g);
+      for (int v = 1; v < vectors; v++) top = vmax(top, load(row + v * W) * beta + load(g + v * W));
+      part[t] = top;
+    }
+    store(shift + i, reduce<Max>(part));
+    const int valid = least(W, count - i);
+    for (int t = 0; t < valid; t++) {
+      const float* row = s + (i + t) * ld;
+      float* to = e + (i + t) * ld;
+      const V top = splat(shift[i + t]);
+      V total = V{};
+      for (int v = 0; v < vectors; v++) {
+        const V x = vexp(load(row + v * W) * beta + load(g + v * W) - top);
+        store(to + v * W, x);
+        total += x;
+      }
+      part[t] = total;
+    }
+    for (int t = valid; t < W; t++) {
+      for (int v = 0; v < vectors; v++) store(e + (i + t) * ld + v * W, V{});
+      part[t] = V{};
+    }
+    store(sum + i, reduce<Add>(part));
+  }
+}
+
+// dots[i] = Σ_j e[i, j] b[j]
+LOT_INLINE void dot_rows(const float* e, int count, const float* b, int vectors, float* dots) {
+  const int64_t ld = int64_t(vectors) * W;
+  for (int i = 0; i < count; i += W) {
+    V part[W];
+    const float* base = e + i * ld;
+    V bv = load(b);
+#pragma GCC unroll 16
+    for (int t = 0; t < W; t++) part[t] = load(base + t * ld) * bv;
+    for (int v = 1; v < vectors; v++) {
+      bv = load(b + v * W);
+#pragma GCC unroll 16
+      for (int t = 0; t < W; t++) part[t] += load(base + t * ld + v * W) * bv;
+    }
+    store(dots + i, reduce<Add>(part));
+  }
+}
+
+template <int NV>
+LOT_INLINE void weigh_panel(const float* e, int64_t ld, int count, const float* w, float* column) {
+  V even[NV], odd[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) even[v] = odd[v] = V{};
+  int i = 0;
+  for (; i + 2 <= count; i += 2) {
+    const V w0 = splat(w[i]), w1 = splat(w[i + 1]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      even[v] += w0 * load(e + i * ld + v * W);
+      odd[v] += w1 * load(e + (i + 1) * ld + v * W);
+    }
+  }
+  if (i < count) {
+    const V w0 = splat(w[i]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) even[v] += w0 * load(e + i * ld + v * W);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) store(column + v * W, even[v] + odd[v]);
+}
+
+// column[j] = Σ_i w[i] e[i, j], then added to `columns` in double: a block is short enough for fp32.
+LOT_INLINE void weigh_columns(const float* e, int count, const float* w, int vectors, float* column, double* columns) {
+  const int64_t ld = int64_t(vectors) * W;
+  int v = 0;
+  for (; v + 4 <= vectors; v += 4) weigh_panel<4>(e + v * W, ld, count, w, column + v * W);
+  for (; v < vectors; v++) weigh_panel<1>(e + v * W, ld, count, w, column + v * W);
+  for (int j = 0; j < ld; j++) columns[j] += double(column[j]);
+}
+
+LOT_INLINE void scale_rows(const float* e, int count, const float* w, int vectors, float* to) {
+  const int64_t ld = int64_t(vectors) * W;
+  for (int i = 0; i < count; i++) {
+    const V scale = splat(w[i]);
+    for (int v = 0; v < vectors; v++) store(to + i * ld + v * W, load(e + i * ld + v * W) * scale);
+  }
+}
+
+// weight[i] = mass[i] / sum[i], and the reciprocal of the sum itself in `inverse`.
+LOT_INLINE void divide_masses(const float* mass, const float* sum, int count, float* inverse, float* weight) {
+  for (int i = 0; i < count; i += W) {
+    const V u = 1.f / vmax(load(sum + i), splat(kTiny));
+    store(inverse + i, u);
+    store(weight + i, load(mass + i) * u);
+  }
+}
+
+static void start_columns(const Head& head) {
+  for (int w = 0; w < head.workers; w++) {
+    memset(head.worker[w].columns, 0, sizeof(double) * size_t(head.pivots.padded));
+    memset(head.worker[w].columns2, 0, sizeof(double) * size_t(head.pivots.padded));
+  }
+}
+
+static void collect_columns(const Head& head) {
+  for (int w = 1; w < head.workers; w++)
+    for (int j = 0; j < head.pivots.padded; j++) {
+      head.worker[0].columns[j] += head.worker[w].columns[j];
+      head.worker[0].columns2[j] += head.worker[w].columns2[j];
+    }
+}
+
+static void start_products(const Head& head, int width) {
+  for (int w = 0; w < head.workers; w++)
+    memset(head.worker[w].product, 0, sizeof(float) * size_t(head.pivots.padded) * size_t(width));
+}
+
+static void collect_products(const Head& head, int width) {
+  float* sum = head.worker[0].product;
+  for (int w = 1; w < head.workers; w++)
+    for (int64_t j = 0; j < int64_t(head.pivots.padded) * width; j++) sum[j] += head.worker[w].product[j];
+}
+
+}  // namespace

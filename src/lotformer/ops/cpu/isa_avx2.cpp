@@ -1,0 +1,8 @@
+// The kernel for x86 with AVX2 and FMA; compiled with those flags and called only where they exist.
+#define LOT_WIDTH 8
+#include "kernel.h"
+
+const lot::Kernel& lot::avx2_kernel() {
+  static const Kernel kernel{"avx2", forward, backward};
+  return kernel;
+}

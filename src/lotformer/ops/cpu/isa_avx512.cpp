@@ -1,0 +1,8 @@
+// The kernel for x86 with AVX-512; compiled with those flags and called only where they exist.
+#define LOT_WIDTH 16
+#include "kernel.h"
+
+const lot::Kernel& lot::avx512_kernel() {
+  static const Kernel kernel{"avx512", forward, backward};
+  return kernel;
+}

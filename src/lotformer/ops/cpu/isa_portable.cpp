@@ -1,0 +1,8 @@
+// The kernel for any machine: four lanes, which SSE2 and NEON have by default.
+#define LOT_WIDTH 4
+#include "kernel.h"
+
+const lot::Kernel& lot::portable_kernel() {
+  static const Kernel kernel{"portable", forward, backward};
+  return kernel;
+}

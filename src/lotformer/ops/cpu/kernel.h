@@ -1,0 +1,4 @@
+// Everything of the kernel, compiled once per instruction set by the files isa_*.cpp.
+#pragma once
+#include "backward.h"
+#include "forward.h"

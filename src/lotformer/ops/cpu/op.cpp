@@ -1,0 +1,256 @@
+// The operator for torch: schemas, checks, allocation and the choice of the instruction set.
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "call.h"
+#include "scratch.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+std::vector<const lot::Kernel*> runnable_kernels() {
+  std::vector<const lot::Kernel*> kernels;
+#ifdef LOT_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw"))
+    kernels.push_back(&lot::avx512_kernel());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(&lot::avx2_kernel());
+#endif
+  kernels.push_back(&lot::portable_kernel());
+  return kernels;
+}
+
+const lot::Kernel& chosen_kernel() {
+  static const std::vector<const lot::Kernel*> kernels = runnable_kernels();
+  const char* wanted = std::getenv("LOTFORMER_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *kernels.front();
+  std::string known;
+  for (const lot::Kernel* kernel : kernels) {
+    if (std::strcmp(kernel->name, wanted) == 0) return *kernel;
+    known += std::string(known.empty() ? "" : ", ") + kernel->name;
+  }
+  STD_TORCH_CHECK(false, "LOTFORMER_CPU_ISA: expected one of ", known, " on this machine, got ", wanted, ".");
+  return *kernels.front();
+}
+
+lot::Host host() {
+  lot::Host h;
+  h.parallel = [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(begin, end, context); });
+  };
+  h.threads = [] { return int(torch::stable::get_num_threads()); };
+  h.scratch = lot::take_scratch;
+  h.mark = lot::mark_scratch;
+  h.release = lot::release_scratch;
+  return h;
+}
+
+// Rows must be contiguous; anything else about the layout is taken as it is.
+Tensor with_contiguous_rows(const Tensor& x) {
+  return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+}
+
+lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+
+lot::Masses masses(const MaybeTensor& x) {
+  if (!x) return {};
+  return {static_cast<const float*>(x->data_ptr()), x->stride(0), x->stride(1), x->stride(2)};
+}
+
+lot::Mask mask(const MaybeTensor& x) {
+  if (!x) return {};
+  return {static_cast<const uint8_t*>(x->data_ptr()), x->stride(0), x->stride(1)};
+}
+
+void expect(const Tensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
+  STD_TORCH_CHECK(x.is_cpu(), "lotformer: `", name, "` must be on the CPU.");
+  STD_TORCH_CHECK(x.scalar_type() == type, "lotformer: `", name, "` has the wrong dtype.");
+  STD_TORCH_CHECK(x.dim() == int64_t(shape.size()), "lotformer: `", name, "` has the wrong number of dimensions.");
+  for (size_t i = 0; i < shape.size(); i++)
+    STD_TORCH_CHECK(x.size(int64_t(i)) == shape[i], "lotformer: `", name, "` has size ", x.size(int64_t(i)),
+                    " in dimension ", i, ", expected ", shape[i], ".");
+}
+
+void expect(const MaybeTensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
+  if (x) expect(*x, name, type, shape);
+}
+
+// The inputs both directions share, held alive in the layout the kernel reads.
+struct Inputs {
+  Tensor q, k, v, pivots, log_masses;
+  MaybeTensor temperatures;
+  lot::Call call;
+
+  Inputs(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& pivots_, const Tensor& log_masses_,
+         const MaybeTensor& temperatures_, const MaybeTensor& query_masses, const MaybeTensor& key_masses,
+         const MaybeTensor& query_mask, const MaybeTensor& key_mask, double temperature, int64_t solver, int64_t iters,
+         double tol)
+      : q(with_contiguous_rows(q_)),
+        k(with_contiguous_rows(k_)),
+        v(with_contiguous_rows(v_)),
+        pivots(torch::stable::contiguous(pivots_)),
+        log_masses(torch::stable::contiguous(log_masses_)) {
+    const ScalarType type = q.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
+                    "lotformer: the CPU kernel takes float32 and bfloat16.");
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && pivots.dim() == 3,
+                    "lotformer: q, k, v must have four dimensions and pivots three.");
+    const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
+    const int64_t rank = pivots.size(1), value_dim = v.size(3);
+    STD_TORCH_CHECK(rank >= 1 && rank <= 256 && d >= 1 && d <= 256 && value_dim >= 1 && value_dim <= 256,
+                    "lotformer: the CPU kernel takes ranks and head dimensions from 1 to 256.");
+    STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && iters >= 1,
+                    "lotformer: the CPU kernel needs at least one query, one key and one sweep.");
+    expect(q, "q", type, {batch, heads, n, d});
+    expect(k, "k", type, {batch, heads, m, d});
+    expect(v, "v", type, {batch, heads, m, value_dim});
+    expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
+    expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
+    if (temperatures_) temperatures = torch::stable::contiguous(*temperatures_);
+    expect(temperatures, "temperatures", ScalarType::Float, {heads});
+    expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
+    expect(key_masses, "key_masses", ScalarType::Float, {batch, heads, m});
+    expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
+    expect(key_mask, "key_mask", ScalarType::Bool, {batch, m});
+    call = lot::Call{};
+    call.host = host();
+    call.batch = batch;
+    call.heads = heads;
+    call.length[lot::kQuery] = n;
+    call.length[lot::kKey] = m;
+    call.rank = int(rank);
+    call.dim = int(d);
+    call.value_dim = int(value_dim);
+    call.bf16 = type == ScalarType::BFloat16;
+    call.tokens[lot::kQuery] = rows(q);
+    call.tokens[lot::kKey] = rows(k);
+    call.values = rows(v);
+    call.pivots = static_cast<const float*>(pivots.data_ptr());
+    call.log_masses = static_cast<const float*>(log_masses.data_ptr());
+    call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
+    call.temperature = float(temperature);
+    call.masses[lot::kQuery] = masses(query_masses);
+    call.masses[lot::kKey] = masses(key_masses);
+    call.masks[lot::kQuery] = mask(query_mask);
+    call.masks[lot::kKey] = mask(key_mask);
+    call.solver = lot::Solver(solver);
+    call.iters = int(iters);
+    call.tol = tol;
+  }
+};
+
+Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
+  return torch::stable::new_empty(like, shape, ScalarType::Float);
+}
+
+float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+
+// The output has the layout of the queries, so that a host that transposes back gets a view.
+Tensor output_like(const Tensor& q, const Tensor& v) {
+  if (v.size(3) == q.size(3)) return torch::stable::empty_like(q);
+  return torch::stable::new_empty(q, std::vector<int64_t>{q.size(0), q.size(1), q.size(2), v.size(3)});
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses,
+                                           MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
+                                           MaybeTensor query_mask, MaybeTensor key_mask, double temperature,
+                                           int64_t solver, int64_t iters, double tol) {
+  Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
+            solver, iters, tol);
+  lot::Call& c = in.call;
+  Tensor out = output_like(q, v);
+  Tensor state = floats(q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  Tensor mixed = floats(q, {c.batch, c.heads, c.rank, c.value_dim});
+  Tensor dense = with_contiguous_rows(out);  // differs from `out` only for exotic layouts of q
+  c.out = rows(dense);
+  c.state = data(state);
+  c.mixed = data(mixed);
+  chosen_kernel().forward(c);
+  if (dense.get() != out.get()) torch::stable::copy_(out, dense);
+  return {out, state, mixed};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor grad_out, Tensor out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots,
+    Tensor log_masses, MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
+    MaybeTensor query_mask, MaybeTensor key_mask, double temperature, int64_t solver, int64_t iters, double tol) {
+  Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
+            solver, iters, tol);
+  lot::Call& c = in.call;
+  Tensor dout = with_contiguous_rows(grad_out), saved = with_contiguous_rows(out);
+  expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[0], c.value_dim});
+  Tensor dq = torch::stable::empty_like(in.q), dk = torch::stable::empty_like(in.k),
+         dv = torch::stable::empty_like(in.v);
+  Tensor dpivots = floats(q, {c.heads, c.rank, c.dim}), dlog_masses = floats(q, {c.heads, c.rank});
+  Tensor dtemperatures = floats(q, {c.heads});
+  Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});
+  Tensor dkey = floats(q, {c.batch, c.heads, key_masses ? c.length[lot::kKey] : 0});
+  c.out = rows(saved);
+  c.state = data(state);
+  c.mixed = data(mixed);
+  c.grad_out = rows(dout);
+  c.grad_tokens[lot::kQuery] = rows(dq);
+  c.grad_tokens[lot::kKey] = rows(dk);
+  c.grad_values = rows(dv);
+  c.grad_pivots = data(dpivots);
+  c.grad_log_masses = data(dlog_masses);
+  c.grad_temperatures = data(dtemperatures);
+  c.grad_masses[lot::kQuery] = query_masses ? data(dquery) : nullptr;
+  c.grad_masses[lot::kKey] = key_masses ? data(dkey) : nullptr;
+  chosen_kernel().backward(c);
+  return {dq, dk, dv, dpivots, dlog_masses, dtemperatures, dquery, dkey};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
+  library.def(
+      "cpu_forward(Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor? temperatures, "
+      "Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, "
+      "int iters, float tol) -> (Tensor out, Tensor state, Tensor mixed)");
+  library.def(
+      "cpu_backward(Tensor grad, Tensor out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, "
+      "Tensor log_masses, Tensor? temperatures, Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, "
+      "Tensor? key_mask, float temperature, int solver, int iters, float tol) -> (Tensor q, Tensor k, Tensor v, "
+      "Tensor pivots, Tensor log_masses, Tensor temperatures, Tensor query_masses, Tensor key_masses)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {
+  library.impl("cpu_forward", TORCH_BOX(&forward));
+  library.impl("cpu_backward", TORCH_BOX(&backward));
+}
+
+// What this build can run here, best first, and what it chose: for `lotformer doctor` and the tests.
+PyObject* instruction_sets(PyObject*, PyObject*) {
+  const std::vector<const lot::Kernel*> kernels = runnable_kernels();
+  PyObject* names = PyList_New(0);
+  for (const lot::Kernel* kernel : kernels) {
+    PyObject* name = PyUnicode_FromString(kernel->name);
+    if (name == nullptr || PyList_Append(names, name) != 0) return nullptr;
+    Py_DECREF(name);
+  }
+  return names;
+}
+
+PyMethodDef methods[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Names of the kernels that run here."},
+                         {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernel", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__kernel() { return PyModule_Create(&module); }

@@ -1,0 +1,11 @@
+// Scratch memory of a thread: a stack that keeps its pages from call to call.
+#pragma once
+#include <cstddef>
+
+namespace lot {
+
+void* take_scratch(size_t bytes);   // 64-byte aligned; throws std::bad_alloc
+size_t mark_scratch();              // where the stack stands
+void release_scratch(size_t mark);  // back to there; an empty stack gives large memory back to the system
+
+}  // namespace lot

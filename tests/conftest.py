@@ -1,0 +1,21 @@
+"""Shared problems and a harsh allocator: memory that nobody wrote is NaN, so that reading it shows."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned():
+    """Every test draws the same numbers, and uninitialised tensors are filled with NaN."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
+    yield
+    torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,41 @@
+"""The command line, used as a person would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from lotformer.cli import app
+
+runner = CliRunner()
+
+
+def test_help_names_the_commands():
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("doctor", "figures"):
+        assert command in result.output
+
+
+def test_doctor_tells_versions_devices_and_backends():
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for word in ("torch", "Devices", "reference", "usable"):
+        assert word in result.output
+
+
+def test_the_coupling_figure_is_drawn_and_its_residuals_are_small(tmp_path):
+    result = runner.invoke(app, ["figures", "coupling", "--out", str(tmp_path), "--points", "6"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "coupling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "<svg" in (tmp_path / "coupling.svg").read_text()
+    assert "residual" in result.output
+
+
+@pytest.mark.parametrize("module", ["timm", "transformers", "matplotlib", "typer"])
+def test_importing_the_package_does_not_import_heavy_extras(module):
+    code = f"import sys, lotformer; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,122 @@
+"""GLUE: every layout is read, every task scored by its own metric, and the experiment resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from lotformer.data import glue
+from lotformer.experiments import glue as experiment
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree", "is", "a", "the", "not"]
+
+
+def write(folder: Path, name: str, lines: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def sst(folder: Path) -> None:
+    rows = [f"{a} {b} is {c}\t{int(c == 'red')}" for a in ("the", "a") for b in ("house", "tree") for c in WORDS[5:8]]
+    for split in ("train", "dev"):
+        write(folder / "glue" / "SST-2", split, ["sentence\tlabel", *rows])
+
+
+class TestReading:
+    def test_a_table_without_a_header(self, tmp_path):
+        write(tmp_path / "glue" / "CoLA", "dev", ["gj04\t1\t\tThe sailors rode.", "cj99\t0\t*\tAs you eat the most."])
+        examples = glue.load(glue.TASKS["cola"], "dev", tmp_path)
+        assert examples == [glue.Example(("The sailors rode.",), 1.0), glue.Example(("As you eat the most.",), 0.0)]
+
+    def test_quotes_are_text_and_a_byte_order_mark_is_not(self, tmp_path):
+        header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+        write(tmp_path / "glue" / "MRPC", "train", [header, '1\t1\t2\tHe said " no .\tShe said " no " .'])
+        assert glue.load(glue.TASKS["mrpc"], "train", tmp_path)[0].texts == ('He said " no .', 'She said " no " .')
+
+    def test_named_labels_and_numbers(self, tmp_path):
+        write(tmp_path / "glue" / "RTE", "dev", ["index\tsentence1\tsentence2\tlabel", "0\ta\tb\tnot_entailment"])
+        write(tmp_path / "glue" / "STS-B", "dev", ["sentence1\tsentence2\tscore", "a\tb\t2.5", "cut short"])
+        assert glue.load(glue.TASKS["rte"], "dev", tmp_path) == [glue.Example(("a", "b"), 1.0)]
+        assert glue.load(glue.TASKS["stsb"], "dev", tmp_path) == [glue.Example(("a", "b"), 2.5)]
+
+    def test_datasets_saved_to_disk(self, tmp_path):
+        from datasets import Dataset, DatasetDict
+
+        part = Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [2]})
+        DatasetDict({"train": part, "validation_matched": part}).save_to_disk(str(tmp_path / "glue" / "mnli"))
+        assert glue.load(glue.TASKS["mnli"], "dev", tmp_path) == [glue.Example(("a", "b"), 2.0)]
+        assert glue.available(tmp_path) == ["mnli"]
+
+    def test_a_missing_set_names_both_places(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"SST-2/train.tsv, or datasets saved to .*sst2"):
+            glue.load(glue.TASKS["sst2"], "train", tmp_path)
+
+
+class _Fixed(torch.nn.Module):
+    def __init__(self, logits: list[list[float]]) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, labels: torch.Tensor) -> transformers.modeling_outputs.SequenceClassifierOutput:
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.logits)
+
+
+@pytest.mark.parametrize(
+    ("task", "logits", "labels", "expected"),
+    [
+        ("sst2", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 75.0),
+        ("cola", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 57.735),
+        ("mrpc", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 100 * (0.75 + 2 / 3) / 2),
+        ("stsb", [[1.0], [2.0], [4.0]], [1.0, 2.0, 4.0], 100.0),
+    ],
+    ids=["accuracy", "matthews", "accuracy-f1", "correlations"],
+)
+def test_every_metric_is_the_tasks_own(task, logits, labels, expected):
+    batch = {"labels": torch.tensor(labels)}
+    assert experiment.evaluate(_Fixed(logits), [batch], glue.TASKS[task]) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    config = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS)
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
+    sst(tmp_path)
+    settings = experiment.Settings(epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4)
+    methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform"]
+    out = tmp_path / "out"
+    cells = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    assert [cell.method for cell in cells] == ["softmax", *methods]
+    by_name = {cell.method: cell for cell in cells}
+    assert by_name["softmax"].score > 80
+    assert by_name["lot"].residual_max is not None
+    assert by_name["lot"].residual_max < 1e-4
+    assert by_name["lot-uniform"].doubly_stochastic_mean is not None
+    assert by_name["lot-uniform"].doubly_stochastic_mean < 1e-4
+    rendered = experiment.table(cells)
+    assert all(f"| {method}, % recovered |" in rendered for method in methods)
+
+    stored = json.loads((out / "sst2" / "lot.json").read_text())
+    stored["cell"]["recovered"] = 12.5
+    (out / "sst2" / "lot.json").write_text(json.dumps(stored))
+    again = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    assert {cell.method: cell.recovered for cell in again}["lot"] == 12.5
+
+
+def test_unknown_tasks_and_methods_are_named(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="'sst3' is not one of cola"):
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.Settings())
+    with pytest.raises(ValueError, match="'lott' is not one of t2r"):
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.Settings())
