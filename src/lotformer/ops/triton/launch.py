@@ -29,6 +29,7 @@ FUSED_TILE = 8192
 """Scores a program may hold: 32 registers a thread for each tile alive."""
 
 FUSED_RANK = 64  # above, a program per head would spill
+_NEWTON_RANK = 32  # the same for the exact solve
 _BLOCK_K = 16
 _MOST_CHUNKS = 64
 _SMALLEST_CHUNK = 128
@@ -321,8 +322,7 @@ class _Passes:
     def newton_in_one(self, potentials: Tensor) -> None:
         passes_ = FIXED_PASSES if self.inputs.tol is None else MAX_PASSES
         # the r×r matrices leave registers for a smaller block only
-        block_n = max(16, self.blocks.n // 2)
-        arguments = {"potentials": potentials, "tol": _tolerance(self.inputs), "passes": passes_, "BLOCK_N": block_n}
+        arguments = {"potentials": potentials, "tol": _tolerance(self.inputs), "passes": passes_, "BLOCK_N": 16}
         self.over_heads(fused.newton_kernel, arguments)
 
     def newton(self, potentials: Tensor) -> None:
@@ -379,8 +379,9 @@ def _passes_forward(
     if not inputs.newton:
         read, query_read = keys.sinkhorn(key_g, keys=True), queries.sinkhorn(query_g, keys=False)
     else:
+        in_one = strategy == "fused" and rank <= _NEWTON_RANK
         for side, g in ((keys, key_g), (queries, query_g)):
-            (side.newton_in_one if strategy == "fused" else side.newton)(g)
+            (side.newton_in_one if in_one else side.newton)(g)
         read = query_read = key_g  # there is nothing left to reduce
     block_d = keys.blocks.d(width)
     blocks = -(-width // block_d)

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,3 +189,24 @@ def _every_launch(depth: int, rank: int, dtype: torch.dtype, masked: bool) -> It
                 if launched not in seen:
                     seen.add(launched)
                     yield launched, "newton" if newton else "sinkhorn"
+
+
+def as_markdown(rows: Iterable[Row]) -> str:
+    """A table by kernel and rank: registers on each architecture, then the most shared memory in kB.
+
+    Of the variants of a kernel (side, solver, head dim) the one that takes most.
+    """
+    rows = list(rows)
+    archs = sorted({row.arch for row in rows}, key=lambda arch: int(arch.removeprefix("sm_")))
+    ranks = sorted({row.rank for row in rows})
+    lines = [f"| kernel | {' | '.join(f'R = {rank}' for rank in ranks)} |", "|---|" + "---|" * len(ranks)]
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        cells = []
+        for rank in ranks:
+            these = [row for row in rows if row.kernel == kernel and row.rank == rank]
+            registers = [max((row.registers for row in these if row.arch == arch), default=None) for arch in archs]
+            shared = max((row.shared for row in these), default=0) / 1024
+            numbers = " / ".join("?" if number is None else str(number) for number in registers)
+            cells.append(f"{numbers}, {shared:.1f} kB" if these else "not used")
+        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+    return "\n".join(lines)
