@@ -295,3 +295,16 @@ def _show_runtime(console: Console, result: runtime.RuntimeResult) -> None:
 
 def _mebibytes(value: int | None) -> str:
     return "–" if value is None else f"{value / 2**20:.2f}"
+
+
+@app.command("gpu-resources")
+def gpu_resources_command(
+    depth: Annotated[int, typer.Option(help="Head dimension to compile for.")] = 64,
+) -> None:
+    """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills. Needs no GPU."""
+    try:
+        from ..ops.triton import resources
+    except ImportError as error:
+        raise typer.BadParameter("compiling for GPUs needs triton: pip install 'lotformer[gpu]'.") from error
+    # a plain print: the table is Markdown, to be pasted as it is
+    typer.echo(resources.as_markdown(resources.measure(depths=(depth,))))
