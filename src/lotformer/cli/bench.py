@@ -301,7 +301,7 @@ def _mebibytes(value: int | None) -> str:
 def gpu_resources_command(
     depth: Annotated[int, typer.Option(help="Head dimension to compile for.")] = 64,
 ) -> None:
-    """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills. Needs no GPU."""
+    """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills."""
     try:
         from ..ops.triton import resources
     except ImportError as error:
