@@ -44,7 +44,7 @@ class BuildKernel(build_ext):
                 macros=macros,
                 include_dirs=[*include_paths(), *self.compiler.include_dirs],
                 extra_postargs=[*common, *FLAGS.get(Path(source).name, [])],
-                depends=[str(p) for p in HERE.glob("*.h")],
+                depends=ext.depends,
             )
         self.compiler.link_shared_object(
             objects,
@@ -60,6 +60,7 @@ sources = ["op.cpp", "scratch.cpp", "isa_portable.cpp", *(FLAGS if X86 else [])]
 extension = Extension(
     "lotformer.ops.cpu._kernel",
     [str(HERE / source) for source in sources],
+    depends=[str(header) for header in HERE.glob("*.h")],
     py_limited_api=True,
     optional=True,
 )

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch._dynamo.testing
 
 import lotformer
 from problems import lengths_mask, make_inputs
@@ -127,3 +128,14 @@ def test_state_dict_deepcopy_and_pickle_round_trips_are_exact():
 def test_a_coupling_can_be_pickled():
     plan = lotformer.coupling(*make_inputs(1, 1, 5).without_values)
     assert torch.equal(pickle.loads(pickle.dumps(plan)).dense(), plan.dense())
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_compiled_graph_serves_every_length(solver):
+    layer = small_layer(solver=solver)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(layer, backend=counter, dynamic=True, fullgraph=True)
+    for n in (9, 17, 33):
+        x = torch.randn(2, n, 16)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from ..ops import cpu
 from ..ops.backends import BACKENDS
 
 EXTRAS = {
@@ -39,7 +40,7 @@ def doctor() -> None:
 
     devices = Table("device", "what", title="Devices")
     devices.add_row("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    devices.add_row("instruction set", torch.backends.cpu.get_cpu_capability())
+    devices.add_row("instruction sets of the kernel", ", ".join(cpu.instruction_sets()) or "[dim]not built[/]")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             devices.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))

@@ -50,7 +50,9 @@ class DepthwiseMixing(nn.Module):
         if self.sharing == "channels":  # heads are the channels already and head channels a second axis: no transpose
             pad = weight.shape[2] // 2
             return F.conv2d(v.to(weight.dtype), weight[..., None], padding=(pad, 0), groups=heads).to(v.dtype)
-        channels_first = v.transpose(2, 3).reshape(-1, filters, length).to(weight.dtype)
+        # -1 for the images would make the exporter guess at divisibility by the length
+        images = batch * heads * dim // filters
+        channels_first = v.transpose(2, 3).reshape(images, filters, length).to(weight.dtype)
         if self.kind == "2d":
             channels_first = channels_first.unflatten(2, square_grid(length, grid))
         return self.conv(channels_first).to(v.dtype).reshape(batch, heads, dim, length).transpose(2, 3)

@@ -50,7 +50,7 @@ def lot_attention(
         pivots: `(H, R, D)`. log_masses: logarithms of the pivots' masses `(H, R)`, normalised.
         eps: entropic regularisation, a number above 0 or a learnable tensor `(H,)`. Small is sharp.
         solver: "sinkhorn" runs `iters` full sweeps and the closing half-step, and differentiates through them;
-            "newton" solves to `tol` and differentiates implicitly.
+            "newton" solves to `tol` and differentiates implicitly, once: it has no second derivative.
         tol: bound on the relative error of the column sums for "newton" (fp32 reaches about 1e-6 at ε = 1 and
             1e-5 at ε = 0.01). None, and any compiled or vmapped call, runs a fixed number of passes instead.
         scale: factor of the scores, `D^-1/2` by default.

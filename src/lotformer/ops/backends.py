@@ -37,6 +37,8 @@ BACKENDS: tuple[Backend, ...] = (
 
 def choose(problem: Problem, name: str | None) -> Backend:
     """The best backend for the problem, or the named one, or an error that says why it cannot be used."""
+    if name is None and torch.compiler.is_exporting():
+        return BACKENDS[-1]  # an exported program should run where this package's kernels are not
     if name is None:
         return next(b for b in BACKENDS if not b.why_unsupported(problem) and _is_available(b))
     backend = next((b for b in BACKENDS if b.name == name), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -52,91 +52,82 @@ def _is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
 
 
-def _expect(ok: bool, name: str, expected: str, got: object, hint: str = "") -> None:
-    if not ok:
-        raise ValueError(f"`{name}`: expected {expected}, got {got}.{' ' + hint if hint else ''}")
+def _refuse(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
+    raise ValueError(f"`{name}`: expected {expected}, got {got}.{' ' + hint if hint else ''}")
+
+
+# The text of an error is only put together when there is one: printing a symbolic length would fix it to a number
+# while tracing, and well-formed calls should not pay for it.
 
 
 def _check_shapes(p: Problem) -> None:
     for name, x in (("q", p.q), ("k", p.k), ("v", p.v)):
-        _expect(x.dim() == 4, name, "shape (B, H, tokens, D)", tuple(x.shape))
-    _expect(p.pivots.dim() == 3, "pivots", "shape (H, R, D)", tuple(p.pivots.shape))
+        if x.dim() != 4:
+            _refuse(name, "shape (B, H, tokens, D)", tuple(x.shape))
+    if p.pivots.dim() != 3:
+        _refuse("pivots", "shape (H, R, D)", tuple(p.pivots.shape))
     batch, heads, n, d = p.q.shape
     m = p.k.shape[2]
-    _expect(p.k.shape == (batch, heads, m, d), "k", f"({batch}, {heads}, M, {d}) to match q", tuple(p.k.shape))
-    _expect(p.v.shape[:3] == (batch, heads, m), "v", f"({batch}, {heads}, {m}, Dv) to match k", tuple(p.v.shape))
-    _expect(
-        p.pivots.shape[0] == heads and p.pivots.shape[2] == d,
-        "pivots",
-        f"({heads}, R, {d}): one set of pivots per head, in the space of the queries",
-        tuple(p.pivots.shape),
-    )
+    if p.k.shape != (batch, heads, m, d):
+        _refuse("k", f"({batch}, {heads}, M, {d}) to match q", tuple(p.k.shape))
+    if p.v.shape[:3] != (batch, heads, m):
+        _refuse("v", f"({batch}, {heads}, {m}, Dv) to match k", tuple(p.v.shape))
+    if p.pivots.shape[0] != heads or p.pivots.shape[2] != d:
+        expected = f"({heads}, R, {d}): one set of pivots per head, in the space of the queries"
+        _refuse("pivots", expected, tuple(p.pivots.shape))
     rank = p.pivots.shape[1]
-    _expect(rank >= 1, "pivots", "at least one pivot", tuple(p.pivots.shape))
-    _expect(p.log_masses.shape == (heads, rank), "log_masses", f"({heads}, {rank})", tuple(p.log_masses.shape))
-    if isinstance(p.eps, Tensor):
-        _expect(p.eps.shape in ((), (heads,)), "eps", f"a float or shape ({heads},)", tuple(p.eps.shape))
+    if rank < 1:
+        _refuse("pivots", "at least one pivot", tuple(p.pivots.shape))
+    if p.log_masses.shape != (heads, rank):
+        _refuse("log_masses", f"({heads}, {rank})", tuple(p.log_masses.shape))
+    if isinstance(p.eps, Tensor) and p.eps.shape not in ((), (heads,)):
+        _refuse("eps", f"a float or shape ({heads},)", tuple(p.eps.shape))
     for name, mask, length in (("query_mask", p.query_mask, n), ("key_mask", p.key_mask, m)):
-        if mask is not None:
-            _expect(
-                mask.dtype == torch.bool,
-                name,
-                "a boolean mask, True = a real token",
-                mask.dtype,
-                "Use `mask.bool()` for 0/1 masks and `mask == 0` for additive ones.",
-            )
-            _expect(mask.shape == (batch, length), name, f"({batch}, {length})", tuple(mask.shape))
+        if mask is None:
+            continue
+        if mask.dtype != torch.bool:
+            hint = "Use `mask.bool()` for 0/1 masks and `mask == 0` for additive ones."
+            _refuse(name, "a boolean mask, True = a real token", mask.dtype, hint)
+        if mask.shape != (batch, length):
+            _refuse(name, f"({batch}, {length})", tuple(mask.shape))
     for name, masses, length in (("query_masses", p.query_masses, n), ("key_masses", p.key_masses, m)):
-        if masses is not None:
-            _expect(
-                masses.shape in ((batch, length), (batch, heads, length)),
-                name,
-                f"({batch}, {length}) or ({batch}, {heads}, {length})",
-                tuple(masses.shape),
-            )
+        if masses is not None and masses.shape not in ((batch, length), (batch, heads, length)):
+            _refuse(name, f"({batch}, {length}) or ({batch}, {heads}, {length})", tuple(masses.shape))
 
 
 def _check_kinds(p: Problem) -> None:
-    _expect(p.q.is_floating_point(), "q", "a floating-point tensor", p.q.dtype)
+    for name in ("q", "pivots", "log_masses", "eps", "query_masses", "key_masses"):
+        x = getattr(p, name)
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            _refuse(name, "a floating-point tensor", x.dtype)
     for name, x in (("k", p.k), ("v", p.v)):
-        _expect(x.dtype == p.q.dtype, name, f"the dtype of q, {p.q.dtype}", x.dtype, f"Use `{name}.to(q.dtype)`.")
-    named: dict[str, object] = {
-        "pivots": p.pivots,
-        "log_masses": p.log_masses,
-        "eps": p.eps,
-        "query_masses": p.query_masses,
-        "key_masses": p.key_masses,
-    }
-    for name, value in named.items():
-        if isinstance(value, Tensor):
-            _expect(value.is_floating_point(), name, "a floating-point tensor", value.dtype)
-    named |= {"k": p.k, "v": p.v, "query_mask": p.query_mask, "key_mask": p.key_mask}
-    for name, value in named.items():
-        if isinstance(value, Tensor):
-            _expect(
-                value.device == p.q.device,
-                name,
-                f"the device of q, {p.q.device}",
-                value.device,
-                f"Use `{name}.to(q.device)`.",
-            )
+        if x.dtype != p.q.dtype:
+            _refuse(name, f"the dtype of q, {p.q.dtype}", x.dtype, f"Use `{name}.to(q.dtype)`.")
+    for name in ("k", "v", "pivots", "log_masses", "eps", "query_mask", "key_mask", "query_masses", "key_masses"):
+        x = getattr(p, name)
+        if isinstance(x, Tensor) and x.device != p.q.device:
+            _refuse(name, f"the device of q, {p.q.device}", x.device, f"Use `{name}.to(q.device)`.")
 
 
 def _check_options(p: Problem) -> None:
-    _expect(p.solver in get_args(Solver), "solver", " or ".join(map(repr, get_args(Solver))), repr(p.solver))
-    _expect(isinstance(p.iters, int) and p.iters >= 1, "iters", "an integer of at least 1", p.iters)
-    _expect(p.tol is None or 0 < p.tol < 1, "tol", "a number between 0 and 1, or None for a fixed cost", p.tol)
-    _expect(math.isfinite(p.scale), "scale", "a finite number", p.scale)
-    if not isinstance(p.eps, Tensor):
-        _expect(math.isfinite(p.eps) and p.eps > 0, "eps", "a finite number above 0", p.eps)
+    if p.solver not in get_args(Solver):
+        _refuse("solver", " or ".join(map(repr, get_args(Solver))), repr(p.solver))
+    if not isinstance(p.iters, int) or p.iters < 1:
+        _refuse("iters", "an integer of at least 1", p.iters)
+    if p.tol is not None and not 0 < p.tol < 1:
+        _refuse("tol", "a number between 0 and 1, or None for a fixed cost", p.tol)
+    if not abs(p.scale) < math.inf:
+        _refuse("scale", "a finite number", p.scale)
+    if not isinstance(p.eps, Tensor) and not 0 < p.eps < math.inf:
+        _refuse("eps", "a finite number above 0", p.eps)
 
 
 def _check_values(p: Problem) -> None:
     """Checks that read numbers. On the CPU they cost microseconds; elsewhere they must not wait for the device."""
     if isinstance(p.eps, Tensor):
         _expect_true((p.eps > 0) & p.eps.isfinite(), "eps", "finite numbers above 0", p.eps)
-    total = p.log_masses.detach().logsumexp(-1)
-    _expect_true(total.abs() < 1e-3, "log_masses", "logarithms of masses that sum to 1", p.log_masses,
+    total = p.log_masses.detach().exp().sum(-1)
+    _expect_true((total - 1).abs() < 1e-3, "log_masses", "logarithms of masses that sum to 1", p.log_masses,
                  "Use `log_masses.log_softmax(-1)`.")  # fmt: skip
     for name, masses, mask in (
         ("query_masses", p.query_masses, p.query_mask),
@@ -160,6 +151,6 @@ def _expect_true(ok: Tensor, name: str, expected: str, got: Tensor, hint: str = 
     if ok.device.type == "cpu":
         if not bool(ok.all()):
             worst = got.detach().flatten()[:4].tolist()
-            _expect(False, name, expected, f"{worst}{' …' if got.numel() > 4 else ''}", hint)
+            _refuse(name, expected, f"{worst}{' …' if got.numel() > 4 else ''}", hint)
     else:
         torch._assert_async(ok.all(), f"`{name}`: expected {expected}. {hint}")
