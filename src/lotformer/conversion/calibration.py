@@ -63,7 +63,7 @@ def calibrate(
     steps: int = 250,
     lr: float = 2e-2,
     seed: int = 0,
-    exact_share: float = 0.2,
+    exact_share: float = 0.8,
     holdout: float = 0.1,
     evaluate_every: int = 50,
     patience: int = 4,
@@ -83,11 +83,12 @@ def calibrate(
             between the matrices (which it forms), "both" the first plus a tenth of the second.
         steps, lr: Adam steps, one batch each, and the learning rate, which decays along a cosine.
         seed: of the order of batches. Two runs from equal parameters and equal batches end equal.
-        exact_share: for LOT with its exact solver, the part of the steps that solves exactly. The steps before it
-            use Sinkhorn sweeps, which are cheaper and lead the same way.
+        exact_share: for LOT with its exact solver, the part of the steps that solves exactly. The steps before it use
+            Sinkhorn sweeps: cheaper, and good for a start, but in the long run they learn to exploit that few sweeps
+            do not converge, and the exact couplings get worse.
         holdout: share of the batches kept back to measure on; the parameters that did best there (measured every
-            `evaluate_every` steps, always with the mechanism as converted) are the ones that stay, and after
-            `patience` measurements without a better one calibration stops.
+            `evaluate_every` steps once solves are exact, with the mechanism as converted) are the ones that stay, and
+            after `patience` measurements without a better one calibration stops.
         memory_limit: bytes of cached activations to hold in memory; the rest goes to a temporary folder.
         checkpoint: a file to resume from if it exists, and to write when measuring or when interrupted.
         on_step: called with (step, steps, loss).
@@ -116,7 +117,9 @@ def calibrate(
                 if on_step is not None:
                     on_step(trainer.step, steps, objective_now)
                 if trainer.step % evaluate_every == 0 or trainer.step == steps:
-                    trainer.measure()
+                    # what sweeps have learned says little about the exact couplings before those had their turn
+                    if trainer.step > trainer.exact_from or trainer.step == steps or not any(trainer.exact.values()):
+                        trainer.measure()
                     if checkpoint is not None:
                         trainer.save(Path(checkpoint))
         except KeyboardInterrupt:

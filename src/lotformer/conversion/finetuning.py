@@ -47,7 +47,7 @@ def finetune(
     weight_decay: float = 0.0,
     hidden_weight: float = 0.3,
     freeze_embeddings: bool = True,
-    exact_share: float = 0.3,
+    exact_share: float = 1.0,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
@@ -64,7 +64,8 @@ def finetune(
         loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`.
         lr, mechanism_lr, weight_decay: of AdamW for the host's weights and for the mechanisms; a cosine for both.
         freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
-        exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly.
+        exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly; the rest
+            runs Sinkhorn sweeps, which is cheaper and worse.
         checkpoint, on_step, seed: as in `calibrate`.
     """
     if steps < 1:
