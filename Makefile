@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(KERNEL)
 	@touch $@
 
 demo: setup
-	$(BIN)/lotformer figures coupling
+	$(BIN)/lotformer demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2
