@@ -13,7 +13,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(KERNEL)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (about two minutes the first time) ..."
 	@$(PIP) --upgrade pip setuptools wheel
-	@$(PIP) torch
+	@$(PIP) torch numpy
 	@$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $@
 
