@@ -121,8 +121,15 @@ def test_the_layer_refuses_wrong_inputs_of_forward():
         layer(torch.ones(2, 10, 16), grid=(3, 4))
     with pytest.raises(ValueError, match="cannot be causal"):
         layer(torch.ones(2, 9, 16), is_causal=True)
-    with pytest.raises(ValueError, match="boolean mask"):
-        layer(torch.ones(2, 9, 16), torch.ones(2, 9))
+    for other in (
+        layer,
+        lotformer.LOTAttention(16, 2, key_masses="linear"),
+        lotformer.AttentionLayer(16, 2, "softmax"),
+    ):
+        with pytest.raises(ValueError, match="boolean mask"):
+            other(torch.ones(2, 9, 16), torch.ones(2, 9))
+        with pytest.raises(ValueError, match=r"boolean mask \(2, 9\).*got torch.bool \(2, 8\)"):
+            other(torch.ones(2, 9, 16), torch.ones(2, 8).bool())
 
 
 def test_an_unknown_mechanism_is_refused_with_a_suggestion():
