@@ -94,6 +94,9 @@ LAYER_WRONG = {
     "unknown pivot init": ({"pivot_init": "zeros"}, "init must be one of 'small'"),
     "unknown convolution": ({"local_conv": "3d"}, "local_conv must be None, '1d' or '2d'"),
     "even kernel": ({"local_conv": "1d", "kernel_size": 4}, "kernel_size must be odd"),
+    "unknown solver": ({"solver": "magic"}, "solver must be one of 'sinkhorn', 'newton', got 'magic'"),
+    "no sweep": ({"iters": 0}, "iters must be at least 1, got 0"),
+    "dropout of one": ({"attn_drop": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
     "negative prefix": ({"prefix_tokens": -1}, "prefix_tokens must be at least 0"),
     "polarised nothing": ({"polarize_prefix": True}, "polarize_prefix needs prefix_tokens"),
     "beta of zero": ({"prefix_tokens": 1, "prefix_beta": 0.0}, "prefix_beta must be above 0"),
@@ -118,8 +121,15 @@ def test_the_layer_refuses_wrong_inputs_of_forward():
         layer(torch.ones(2, 10, 16), grid=(3, 4))
     with pytest.raises(ValueError, match="cannot be causal"):
         layer(torch.ones(2, 9, 16), is_causal=True)
-    with pytest.raises(ValueError, match="boolean mask"):
-        layer(torch.ones(2, 9, 16), torch.ones(2, 9))
+    for other in (
+        layer,
+        lotformer.LOTAttention(16, 2, key_masses="linear"),
+        lotformer.AttentionLayer(16, 2, "softmax"),
+    ):
+        with pytest.raises(ValueError, match="boolean mask"):
+            other(torch.ones(2, 9, 16), torch.ones(2, 9))
+        with pytest.raises(ValueError, match=r"boolean mask \(2, 9\).*got torch.bool \(2, 8\)"):
+            other(torch.ones(2, 9, 16), torch.ones(2, 8).bool())
 
 
 def test_an_unknown_mechanism_is_refused_with_a_suggestion():

@@ -206,6 +206,11 @@ def test_zoo_prints_and_writes_a_row_for_every_mechanism(tmp_path):
     assert "self-attention" in next(line for line in output.splitlines() if "bigbird" in line)
 
 
+@pytest.mark.parametrize("command", [("bench", "runtime", "--threads"), ("bench", "memory", "--heads"), ("zoo", "--n")])
+def test_sizes_below_one_are_refused_before_anything_runs(command):
+    assert command[-1] in invoke(*command, "0", code=2)
+
+
 def test_alternatives_are_timed_in_turns_until_each_has_had_its_share():
     order: list[str] = []
     timings = alternate(

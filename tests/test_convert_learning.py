@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import lotformer
 from lotformer.attention.lot import LOT
@@ -155,6 +156,29 @@ class TestInterrupts:
             lotformer.calibrate(bert(), batches(), steps=3, checkpoint=path)
 
 
+def test_something_is_left_to_learn_from_when_all_should_be_held_back():
+    report = lotformer.calibrate(bert(solver="sinkhorn"), batches(), steps=2, holdout=1.0)
+    assert report.steps == 2
+
+
+def test_a_layer_that_runs_several_times_learns_from_all_of_them():
+    config = transformers.AlbertConfig(
+        vocab_size=60,
+        embedding_size=8,
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=20,
+    )
+    model = transformers.AlbertModel(config)
+    lotformer.convert(model, rank=6)
+    with activations.Activations(model, batches(1), memory_limit=1 << 20) as cache:
+        (seen,) = cache[0].values()
+    assert seen.q.shape[0] == 3 * 4
+    assert seen.mask is not None
+    assert seen.mask.shape == (3 * 4, 9)
+
+
 def test_early_stopping_keeps_the_best_parameters():
     model = bert(solver="sinkhorn")
     report = lotformer.calibrate(model, batches(), steps=400, lr=3.0, evaluate_every=1, patience=2)
@@ -198,6 +222,11 @@ class TestBadInput:
     def test_an_unknown_objective(self):
         with pytest.raises(ValueError, match="objective must be one of"):
             lotformer.calibrate(bert(), batches(), objective="logits")
+
+    def test_a_share_beyond_one(self):
+        for name in ("holdout", "exact_share"):
+            with pytest.raises(ValueError, match=f"{name} is a share"):
+                lotformer.calibrate(bert(), batches(), **{name: 2.0})
 
     def test_a_mechanism_without_parameters(self):
         model = SMALL["bert"].build()

@@ -129,6 +129,16 @@ class TestOtherMasksAreRefused:
             encoder(torch.randn(2, 7, 24), mask=causal)
 
 
+@pytest.mark.parametrize("side", REAL)
+@pytest.mark.parametrize("kind", ["0/1", "additive"])
+def test_flat_masks_in_floating_point_are_read_alike_by_eager_and_compiled_code(kind, side):
+    real = torch.tensor(REAL[side]).bool()
+    mask = real.float() if kind == "0/1" else torch.zeros(2, 7).masked_fill(~real, -torch.inf)
+    compiled = torch.compile(key_mask_from, backend="eager", fullgraph=True)
+    for read in (key_mask_from, compiled):
+        assert torch.equal(read(mask, 2, 7, 7), real)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_square_masks_of_any_padding_reduce_to_it(rows):
     real = torch.tensor(rows)

@@ -103,6 +103,45 @@ def test_query_masses_weight_the_column_sums():
     assert plan.doubly_stochastic_error().max() > 1e-3
 
 
+def test_the_doubly_stochastic_error_counts_keys_and_queries_without_mass():
+    x = make_inputs(1, 2, 6, 6)
+    masses = lengths_mask([3], 6).double() / 3
+    plan = lotformer.coupling(*x.without_values, solver="newton", key_masses=masses)
+    assert plan.residual().max() < 1e-6
+    torch.testing.assert_close(plan.doubly_stochastic_error(), torch.ones(1, 2).double())  # half of the columns are 0
+
+    plan = lotformer.coupling(*x.without_values, solver="newton", query_masses=masses)
+    expected = (plan.dense().sum(-2) - 1).abs().amax(-1)
+    torch.testing.assert_close(plan.doubly_stochastic_error(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("eps", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("log_mass", [-85.0, -200.0, -torch.inf])
+def test_a_pivot_that_lost_its_mass_is_like_no_pivot(log_mass, eps, dtype):
+    x = make_inputs(1, 2, 23, rank=6, dtype=dtype)
+    log_masses = x.log_masses.clone()
+    log_masses[:, 2] = log_mass
+    log_masses = log_masses.log_softmax(-1)
+    kept = [0, 1, 3, 4, 5]
+    with_it = lotformer.coupling(x.q, x.k, x.pivots, log_masses, eps=eps, solver="newton")
+    without = lotformer.coupling(x.q, x.k, x.pivots[:, kept], log_masses[:, kept], eps=eps, solver="newton")
+    assert with_it.residual().max() < 1e-4
+    torch.testing.assert_close(with_it.dense(), without.dense(), rtol=0, atol=1e-4)
+    got = lotformer.lot_attention(x.q, x.k, x.v, x.pivots, log_masses, eps=eps, solver="newton")
+    torch.testing.assert_close(got, without.apply(x.v), rtol=0, atol=1e-4)
+
+
+def test_sweeps_stay_finite_when_a_pivot_has_no_mass():
+    x = make_inputs(1, 2, 23, rank=6, dtype=torch.float32, requires_grad=True)
+    log_masses = x.log_masses.detach().clone()
+    log_masses[:, 2] = -torch.inf
+    log_masses = log_masses.log_softmax(-1).requires_grad_()
+    out = lotformer.lot_attention(*x[:4], log_masses)
+    torch.testing.assert_close(out, lotformer.lot_attention(*x[:4], log_masses, backend="reference"))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [*x[:4], log_masses]))
+
+
 def test_learned_pivot_masses_keep_the_matrix_doubly_stochastic():
     layer = lotformer.attention.build("lot", head_dim=8, num_heads=2, rank=6, solver="newton", mass_temperature=0.1)
     with torch.no_grad():

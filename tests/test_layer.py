@@ -97,6 +97,21 @@ def test_key_masses_follow_their_formula_over_real_tokens(kind):
     torch.testing.assert_close(module(q, k, mask, mask), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_key_masses_are_computed_in_full_precision_in_a_half_precision_model(dtype):
+    module = KeyMasses(3, 8, "query-aware").to(dtype)
+    q, k, _ = (x.to(dtype) for x in tokens())
+    exact = KeyMasses(3, 8, "query-aware")(q.float(), k.float())
+    torch.testing.assert_close(module(q, k), exact)
+
+
+@pytest.mark.parametrize("key_masses", ["uniform", "linear", "query-aware"])
+def test_a_sequence_of_prefix_tokens_alone_passes(key_masses):
+    layer = lotformer.LOTAttention(8, 2, rank=3, prefix_tokens=1, key_masses=key_masses)
+    x = torch.randn(2, 1, 8)
+    torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 16:]))
+
+
 def test_uniform_key_masses_are_none_and_have_no_parameters():
     module = KeyMasses(3, 8)
     assert module(*tokens()[:2]) is None

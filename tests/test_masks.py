@@ -85,13 +85,24 @@ def test_an_all_padding_sample_gives_zeros_and_finite_gradients(solver, empty):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_batch_of_zero_and_a_sequence_of_zero_pass_through(solver):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("masses", ["uniform", "shared", "per-head"])
+def test_a_batch_of_zero_and_a_sequence_of_zero_pass_through(solver, dtype, masses):
     for batch, n, m in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
-        x = make_inputs(batch, 2, n, m, requires_grad=True)
-        out = lotformer.lot_attention(*x, solver=solver)
+        x = make_inputs(batch, 2, n, m, dtype=dtype, requires_grad=True)
+        shape = (batch, 2, m) if masses == "per-head" else (batch, m)
+        key_masses = None if masses == "uniform" else torch.ones(shape, dtype=dtype) / max(m, 1)
+        out = lotformer.lot_attention(*x, solver=solver, key_masses=key_masses)
         assert out.shape == (batch, 2, n, 8)
         assert (out == 0).all()
         out.sum().backward()
+        plan = lotformer.coupling(*x.without_values, solver=solver, key_masses=key_masses)
+        assert plan.residual().shape == plan.doubly_stochastic_error().shape == (batch, 2)
+
+
+def test_without_keys_nothing_is_received_whatever_the_queries_hold():
+    x = make_inputs(2, 2, 5, 0)
+    assert (lotformer.lot_attention(x.q * torch.nan, *x[1:]) == 0).all()
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import attention
@@ -57,6 +58,9 @@ class AttentionLayer(nn.Module):
         if x.dim() != 3 or x.shape[2] != self.qkv.in_features:
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
+            expected = f"a boolean mask ({batch}, {length}), True = a real token"
+            raise ValueError(f"`mask`: expected {expected}, got {mask.dtype} {tuple(mask.shape)}.")
         q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         out = self.attn(q, k, v, mask, mask, grid=grid)
         return self.proj_drop(self.proj(out.transpose(1, 2).reshape(batch, length, dim)))

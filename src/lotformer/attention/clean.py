@@ -31,7 +31,7 @@ class CleanAttention(Attention):
     ) -> Tensor:
         self._check(q, k, v, key_mask, query_mask)
         if q.shape[2] == 0 or k.shape[2] == 0:
-            return q @ q.new_zeros(q.shape[3], v.shape[3])  # nothing to write or nothing to read
+            return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to write or nothing to read
         dtype = solve_dtype(q)
         with torch.autocast(q.device.type, enabled=False):
             out = self.mix(

@@ -73,7 +73,7 @@ class ESPFormer(SlicedPlans):
         # not by the expansion of the square, which is wrong where it matters: at small distances
         exact = "donot_use_mm_for_euclid_dist"
         distances = torch.cdist(x, y, compute_mode=exact) if self.temperature > 0 else None
-        group = max(1, GROUP_ELEMENTS // (batch * heads * length * length))
+        group = max(1, GROUP_ELEMENTS // max(1, batch * heads * length * length))
         mixed, costs = [], []
         for x_group, y_group in zip(x.mT.split(group, 2), y.mT.split(group, 2), strict=True):
             run: Callable[..., tuple[Tensor, Tensor]] = self._slices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,12 @@ class LOT(Attention):
         super().__init__(head_dim, num_heads)
         if not eps > 0:
             raise ValueError(f"eps must be above 0, got {eps}.")
+        if solver not in get_args(Solver):
+            raise ValueError(f"solver must be one of {', '.join(map(repr, get_args(Solver)))}, got {solver!r}.")
+        if iters < 1:
+            raise ValueError(f"iters must be at least 1, got {iters}.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}.")
         if prefix_tokens < 0:
             raise ValueError(f"prefix_tokens must be at least 0, got {prefix_tokens}.")
         if polarize_prefix and not prefix_tokens:

@@ -20,12 +20,12 @@ from ..bench.workload import Shape
 
 app = typer.Typer(help="Measure run time, memory and distance from the machine's limit.", no_args_is_help=True)
 
-Threads = Annotated[int, typer.Option(help="Threads to compute with.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads to compute with.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random tokens and parameters.")]
 Seconds = Annotated[float, typer.Option(help="Seconds to repeat each alternative for.")]
 Backend = Annotated[str | None, typer.Option(help="Backend of LOT; the best available by default.")]
-Rank = Annotated[int, typer.Option(help="Number of pivots.")]
-Iters = Annotated[int, typer.Option(help="Sinkhorn sweeps of LOT.")]
+Rank = Annotated[int, typer.Option(min=1, help="Number of pivots.")]
+Iters = Annotated[int, typer.Option(min=1, help="Sinkhorn sweeps of LOT.")]
 Eps = Annotated[float, typer.Option(help="Entropic regularisation of LOT.")]
 
 CORES = min(2, os.cpu_count() or 1)
@@ -39,9 +39,9 @@ def runtime_command(
     ranks: Annotated[str, typer.Option(help="Ranks of LOT, comma-separated.")] = ",".join(map(str, runtime.RANKS)),
     min_n: Annotated[int, typer.Option(help="Shortest sequence.")] = 2**9,
     max_n: Annotated[int, typer.Option(help="Longest sequence; lengths double from the shortest.")] = 2**17,
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 4,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     backward: Annotated[bool, typer.Option("--backward", help="Time forward + backward.")] = False,
     against: Annotated[
         str | None, typer.Option(help='"sdpa": LOT at one rank against fused softmax on the four target shapes.')
@@ -107,9 +107,9 @@ def memory_command(
     min_n: Annotated[int, typer.Option(help="Shortest sequence.")] = 2**12,
     max_n: Annotated[int, typer.Option(help="Longest sequence; lengths double from the shortest.")] = 2**17,
     mechanisms: Annotated[str, typer.Option(help="Comma-separated names to measure beside sdpa.")] = "lot",
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     rank: Rank = 32,
     iters: Iters = 5,
     eps: Eps = 1.0,
@@ -299,7 +299,7 @@ def _mebibytes(value: int | None) -> str:
 
 @app.command("gpu-resources")
 def gpu_resources_command(
-    depth: Annotated[int, typer.Option(help="Head dimension to compile for.")] = 64,
+    depth: Annotated[int, typer.Option(min=1, help="Head dimension to compile for.")] = 64,
 ) -> None:
     """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills."""
     try:

@@ -16,7 +16,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a package with a MODEL_DIR.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
     mechanism: Annotated[str, typer.Option(help="Name of the mechanism (lotformer.attention.names()).")] = "lot",
-    rank: Annotated[int, typer.Option(help="Pivots per head.")] = 32,
+    rank: Annotated[int, typer.Option(min=1, help="Pivots per head.")] = 32,
     eps: Annotated[float, typer.Option(help="Entropic regularisation of LOT.")] = 0.1,
     key_masses: Annotated[
         str, typer.Option(help="uniform (doubly stochastic), linear or query-aware.")

@@ -21,10 +21,10 @@ from .bench import CORES, Seed, Threads, command_line, mechanism_names
 
 def zoo_command(
     mechanisms: Annotated[str | None, typer.Option(help="Comma-separated names; all by default.")] = None,
-    n: Annotated[int, typer.Option(help="Tokens for times and memory.")] = 1024,
-    long: Annotated[int, typer.Option(help="Tokens at which linear mechanisms are timed too.")] = 16384,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 4,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 64,
+    n: Annotated[int, typer.Option(min=1, help="Tokens for times and memory.")] = 1024,
+    long: Annotated[int, typer.Option(min=1, help="Tokens at which linear mechanisms are timed too.")] = 16384,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     threads: Threads = CORES,
     seconds: Annotated[float, typer.Option(help="Seconds to repeat each call for.")] = 0.3,
     json: Annotated[Path | None, typer.Option(help="Write the table as JSON.")] = None,

@@ -34,6 +34,14 @@ def _moved(layer_input: LayerInput, device: torch.device) -> LayerInput:
     return LayerInput(q, k, v, None if mask is None else mask.to(device))
 
 
+def _joined(before: LayerInput, now: LayerInput) -> LayerInput:
+    """One batch out of two: a layer that a model runs several times (ALBERT) has to serve all of them."""
+    q, k, v = (torch.cat(pair) for pair in ((before.q, now.q), (before.k, now.k), (before.v, now.v)))
+    if before.mask is None or now.mask is None:
+        return LayerInput(q, k, v, None)  # the host passes one mask, or none, to all runs of a layer
+    return LayerInput(q, k, v, torch.cat((before.mask, now.mask)))
+
+
 class _Recorder(SoftmaxAttention):
     """Softmax attention that notes what it was given."""
 
@@ -44,7 +52,8 @@ class _Recorder(SoftmaxAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
                 query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-        self.seen[self.name] = LayerInput(q, k, v, key_mask)
+        now, before = LayerInput(q, k, v, key_mask), self.seen.get(self.name)
+        self.seen[self.name] = now if before is None else _joined(before, now)
         return super().forward(q, k, v, key_mask, query_mask)
 
 

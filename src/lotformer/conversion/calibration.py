@@ -99,6 +99,9 @@ def calibrate(
     for name, value in (("steps", steps), ("evaluate_every", evaluate_every), ("patience", patience)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
+    for name, share in (("exact_share", exact_share), ("holdout", holdout)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")
     found = require_converted(model)
     mechanisms = {name: mechanism_of(module) for name, module in found}
     parameters = [p for mechanism in mechanisms.values() for p in mechanism.parameters() if p.requires_grad]
@@ -158,7 +161,7 @@ class _Trainer:
     ) -> None:
         self.cache, self.mechanisms, self.parameters, self.objective = cache, mechanisms, parameters, objective
         # evenly spaced: batches often come sorted by length
-        held = round(holdout * len(cache)) if len(cache) >= 5 else 0
+        held = min(round(holdout * len(cache)), len(cache) - 1) if len(cache) >= 5 else 0
         chosen = {int((i + 0.5) * len(cache) / held) for i in range(held)}
         self.pool = [i for i in range(len(cache)) if i not in chosen]
         self.held = sorted(chosen) or self.pool
@@ -254,7 +257,7 @@ class _Trainer:
 
 @contextmanager
 def _training(mechanisms: Iterable[Attention]) -> Iterator[None]:
-    """Parameters trainable and dropout off while inside, as before after."""
+    """Gradients on and dropout off while inside, as before after."""
     states = [(m, m.training) for mechanism in mechanisms for m in mechanism.modules()]
     for module, _ in states:
         module.training = False

@@ -53,7 +53,9 @@ def _allowed(mask: Tensor, looks: bool) -> Tensor:
         return mask
     if not mask.is_floating_point():
         return mask != 0
-    if mask.dim() == 2 and not (looks and bool((mask < 0).any())):
+    if mask.dim() == 2 and not looks:
+        return torch.where((mask > 0).any(), mask != 0, mask == 0)
+    if mask.dim() == 2 and bool((mask > 0).any()):
         return mask != 0  # a 0/1 mask of real tokens in floating point
     if looks and bool(((mask != 0) & (mask > -1e4)).any()):
         raise ValueError(_NOT_PADDING.format(why="it adds finite numbers to the scores"))

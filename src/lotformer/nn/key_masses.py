@@ -39,11 +39,12 @@ class KeyMasses(nn.Module):
         if self.direction is None:
             return None
         with torch.autocast(k.device.type, enabled=False):
-            k = k.to(self.direction.dtype)
-            direction = self.direction[None]
+            # fp32 at least: a rounded logit is a wrong mass
+            direction = self.direction[None].to(torch.promote_types(self.direction.dtype, torch.float32))
+            k = k.to(direction.dtype)
             if self.query_weight is not None:
                 mean_query = _mean_of_real(q.to(k.dtype), query_mask)
-                direction = direction + self.query_weight[:, None] * k.shape[-1] ** -0.5 * mean_query
+                direction = direction + self.query_weight[:, None].to(k.dtype) * k.shape[-1] ** -0.5 * mean_query
             if key_mask is not None:
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
             logits = (k @ direction[..., None])[..., 0]

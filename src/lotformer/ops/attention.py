@@ -12,6 +12,10 @@ from . import backends, reference
 from .coupling import Coupling
 from .problem import Problem, Solver, check
 
+LEAST_LOG_MASS = {"sinkhorn": -1e4, "newton": -60.0}
+"""Lighter pivots count as this light, which is nothing next to 1 in any precision. Sweeps only need it finite; the
+exact solver looks at the relative error of every pivot, which has no meaning for masses that underflow."""
+
 CAUSAL_REFUSAL = (
     "LOT attention cannot be causal: in a lower-triangular doubly stochastic matrix the last column has one "
     "non-zero entry, so A[n,n] = 1, which empties the rest of row n; by induction A is the identity. "
@@ -70,13 +74,13 @@ def lot_attention(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"`dropout_p`: expected a probability in [0, 1), got {dropout_p}.")
     problem = Problem(
-        q, k, v, pivots, log_masses, eps, solver, iters, tol, q.shape[-1] ** -0.5 if scale is None else scale,
-        query_mask, key_mask, query_masses, key_masses,
+        q, k, v, pivots, log_masses.clamp_min(LEAST_LOG_MASS.get(solver, -60.0)), eps, solver, iters, tol,
+        q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
     )  # fmt: skip
     check(problem)
     chosen = backends.choose(problem, backend)
     if q.shape[2] == 0 or k.shape[2] == 0:
-        return q @ q.new_zeros(q.shape[3], v.shape[3])  # nothing to send or nothing to receive
+        return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
     if dropout_p > 0:
         kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)
         problem = replace(problem, v=v * kept)
@@ -101,8 +105,8 @@ def coupling(
 ) -> Coupling:
     """The two plans behind `lot_attention` with the same arguments, to look at and to apply."""
     problem = Problem(
-        q, k, k[..., :0], pivots, log_masses, eps, solver, iters, tol, q.shape[-1] ** -0.5 if scale is None else scale,
-        query_mask, key_mask, query_masses, key_masses,
+        q, k, k[..., :0], pivots, log_masses.clamp_min(LEAST_LOG_MASS.get(solver, -60.0)), eps, solver, iters, tol,
+        q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
     )  # fmt: skip
     check(problem)
     query_plan, key_plan = reference.plans(problem)
@@ -112,4 +116,5 @@ def coupling(
         masses=reference.log_pivot_masses(problem)[:, 0].exp(),
         query_masses=reference.query_masses(problem),
         key_masses=reference.key_masses(problem),
+        key_mask=key_mask,
     )

@@ -20,6 +20,7 @@ class Coupling:
         masses: masses of the pivots `(H, R)`.
         query_masses, key_masses: masses of the tokens in force, `(B, 1 or H, N)` and `(B, 1 or H, M)`, zero on
             padding.
+        key_mask: which keys are real `(B, M)`; None if all are.
     """
 
     query_plan: Tensor
@@ -27,6 +28,7 @@ class Coupling:
     masses: Tensor
     query_masses: Tensor
     key_masses: Tensor
+    key_mask: Tensor | None = None
 
     def apply(self, v: Tensor) -> Tensor:
         """`A v` for values `(B, H, M, Dv)`, in O((N + M) R Dv)."""
@@ -57,11 +59,12 @@ class Coupling:
     def doubly_stochastic_error(self) -> Tensor:
         """Worst relative deviation of the plain column sums of A from uniform, per head `(B, H)`.
 
-        Unlike `residual` it ignores learned or given masses: it is 0 only if A is doubly stochastic.
+        Unlike `residual` it ignores learned or given masses, zeros among them: it is 0 only if A is doubly stochastic.
         """
-        real = self.key_plan.new_tensor(1.0) * (self.key_masses > 0)
-        uniform = self._count(self.query_masses) * real / self._count(self.key_masses).clamp_min(1)
-        return self._deviation(self._received(torch.ones_like(self.query_plan[..., 0])), uniform)
+        received = self._received(torch.ones_like(self.query_plan[..., 0]))
+        real = torch.ones_like(received[:, :1]) if self.key_mask is None else self.key_mask[:, None].to(received)
+        share = self.query_plan.sum((-2, -1))[..., None] / real.sum(-1, keepdim=True).clamp_min(1)
+        return self._deviation(received, share * real)
 
     def query_clusters(self) -> Tensor:
         """The soft clusters of the queries `(B, H, N, R)`: the mass each query sends to each pivot."""
@@ -87,4 +90,4 @@ class Coupling:
     @staticmethod
     def _deviation(sums: Tensor, expected: Tensor) -> Tensor:
         deviation = (sums - expected).abs() / torch.where(expected > 0, expected, 1.0)
-        return deviation.amax(-1)
+        return deviation.amax(-1) if deviation.shape[-1] else deviation.sum(-1)

@@ -133,9 +133,9 @@ def _check_values(p: Problem) -> None:
         ("query_masses", p.query_masses, p.query_mask),
         ("key_masses", p.key_masses, p.key_mask),
     ):
-        if masses is None:
+        if masses is None or masses.shape[-1] == 0:
             continue
-        real = masses.detach().reshape(masses.shape[0], -1, masses.shape[-1])
+        real = masses.detach() if masses.dim() == 3 else masses.detach()[:, None]
         if mask is not None:
             real = real.masked_fill(~mask[:, None], 0.0)
         _expect_true(real >= 0, name, "numbers of at least 0", masses)

@@ -104,7 +104,7 @@ def _token_masses(masses: Tensor | None, mask: Tensor | None, x: Tensor) -> Tens
     if masses is None:
         a = torch.ones(batch, 1, length, dtype=dtype, device=x.device)
     else:
-        a = masses.to(dtype).reshape(batch, -1, length)
+        a = masses.to(dtype) if masses.dim() == 3 else masses.to(dtype)[:, None]
     if mask is not None:
         a = a.masked_fill(~mask[:, None, :], 0.0)
     total = a.sum(-1, keepdim=True)

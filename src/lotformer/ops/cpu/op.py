@@ -52,7 +52,7 @@ def why_unsupported(problem: Problem) -> str | None:
 
 def run(problem: Problem) -> Tensor:
     p = problem
-    batch, heads, n, m, _, _, _ = p.shape
+    heads = p.q.shape[1]
     temperatures = None
     temperature = 0.0
     if isinstance(p.eps, Tensor):
@@ -66,8 +66,8 @@ def run(problem: Problem) -> Tensor:
         p.pivots.float(),
         p.log_masses.float(),
         temperatures,
-        None if p.query_masses is None else p.query_masses.float().reshape(batch, -1, n).expand(batch, heads, n),
-        None if p.key_masses is None else p.key_masses.float().reshape(batch, -1, m).expand(batch, heads, m),
+        _per_head(p.query_masses, heads),
+        _per_head(p.key_masses, heads),
         p.query_mask,
         p.key_mask,
         temperature,
@@ -76,6 +76,12 @@ def run(problem: Problem) -> Tensor:
         _TIGHT if p.tol is None else p.tol,
     )
     return out
+
+
+def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
+    if masses is None:
+        return None
+    return (masses if masses.dim() == 3 else masses[:, None]).float().expand(-1, heads, -1)
 
 
 def _rows(x: Tensor) -> Tensor:
