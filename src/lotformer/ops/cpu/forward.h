@@ -81,16 +81,12 @@ static void forward_head(const Call& c, int64_t b, int64_t h, int workers) {
   c.host.release(mark);
 }
 
-// Heads in parallel when they fill the machine and their scores its last cache level, otherwise one by one with the
-// tokens in parallel.
-constexpr int64_t kResident = int64_t(1) << 22;  // scores: 16 MiB
-
+// Heads in parallel when they fill the machine, otherwise one by one with the tokens in parallel.
 static int workers_per_head(const Call& c, int64_t heads) {
   const int threads = c.host.threads();
   const int64_t work = most(c.length[0], c.length[1]) * c.rank;
-  if (threads == 1 || work < 1 << 16) return 1;
-  const bool even = heads % threads == 0 || heads >= 4 * threads;
-  return even && work * threads <= kResident ? 1 : threads;
+  if (threads == 1 || work < 1 << 16 || heads % threads == 0 || heads >= 4 * threads) return 1;
+  return threads;
 }
 
 static void forward(const Call& c) {
