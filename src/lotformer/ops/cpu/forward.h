@@ -26,7 +26,8 @@ static void write_output(const Head& head, const Tokens& t, const Rows& out, con
       }
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       const View to = target_rows(t, out, i, head.call->value_dim, k.output);
-      multiply_nn(e, p.padded, count, p.rank, scaled, width, width / W, const_cast<float*>(to.data), to.ld, k.extra);
+      multiply_nn(e, p.padded, count, p.rank, scaled, width, width / W, const_cast<float*>(to.data), to.ld, k.extra,
+                  kOutput);
       write_rows(t, out, i, count, head.call->value_dim, to, k.output);
     }
   });

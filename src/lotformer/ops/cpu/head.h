@@ -267,12 +267,15 @@ static Head open_head(const Call& c, int64_t b, int64_t h, int workers) {
 LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count, float* scores) {
   const Measure& p = head.pivots;
   const View x = read_rows(t, t.rows, first, count, p.dim, false, k.input);
-  multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores, p.padded);
+  multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores, p.padded,
+              nullptr, kInput);
 }
 
 // e = exp(β s + g − shift) with the row's maximum as shift, and the row sums; rows up to a whole vector are zeroed.
-static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
+template <int NV>
+static void exp_panel(const float* s, int count, float beta, const float* g, int any, float* e, float* shift,
                       float* sum) {
+  const int vectors = NV ? NV : any;
   const int64_t ld = int64_t(vectors) * W;
   for (int i = 0; i < count; i += W) {
     V part[W];
@@ -290,6 +293,7 @@ static void exp_block(const float* s, int count, float beta, const float* g, int
       float* to = e + (i + t) * ld;
       const V top = splat(shift[i + t]);
       V total = V{};
+#pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) {
         const V x = vexp(load(row + v * W) * beta + load(g + v * W) - top);
         store(to + v * W, x);
@@ -303,6 +307,14 @@ static void exp_block(const float* s, int count, float beta, const float* g, int
     }
     store(sum + i, reduce<Add>(part));
   }
+}
+
+static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
+                      float* sum) {
+  if (vectors == 4)
+    exp_panel<4>(s, count, beta, g, vectors, e, shift, sum);
+  else
+    exp_panel<0>(s, count, beta, g, vectors, e, shift, sum);
 }
 
 // dots[i] = Σ_j e[i, j] b[j]

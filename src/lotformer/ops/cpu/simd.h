@@ -37,14 +37,18 @@ LOT_INLINE V vexp(V x) {
   const V shifter = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer kept in the low bits
   V shifted = x * 1.44269504088896341f + shifter;
   V n = shifted - shifter;
+#ifdef __FMA__
+  V r = x - n * 0.693147180559945f;  // the product is not rounded: what is lost of log 2 is below 2e-9 n
+#else
   V r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  V y = p * (r * r) + r + 1.f;
+#endif
+  V p = r * 1.3814532257e-3f + 8.3687459217e-3f;  // minimax for |r| ≤ ½ log 2: 3e-9
+  p = p * r + 4.1668390952e-2f;
+  p = p * r + 1.6666520390e-1f;
+  p = p * r + 4.9999993431e-1f;
+  p = p * r + 1.f;
+  V y = p * r + 1.f;
   VI bits;
   V result;
   memcpy(&bits, &shifted, sizeof bits);
