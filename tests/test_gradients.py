@@ -72,3 +72,15 @@ def test_key_masses_module_receives_gradients_through_the_operator():
     for name, parameter in mechanism.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
+
+
+def test_second_derivatives_are_right_for_sinkhorn_and_refused_for_newton():
+    x = make_inputs(1, 1, 5, rank=2, dim=3, requires_grad=True)
+
+    def gradient(q, solver):
+        out = lotformer.lot_attention(q, *x[1:], eps=0.7, solver=solver, iters=2)
+        return torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+
+    assert torch.autograd.gradcheck(lambda q: gradient(q, "sinkhorn"), (x.q,))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        gradient(x.q, "newton")

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+
+from .masking import require_equal_lengths
 
 
 class Attention(nn.Module, ABC):
@@ -29,7 +32,6 @@ class Attention(nn.Module, ABC):
         self.head_dim = head_dim
         self.num_heads = num_heads
 
-    @abstractmethod
     def forward(
         self,
         q: Tensor,
@@ -39,7 +41,49 @@ class Attention(nn.Module, ABC):
         query_mask: Tensor | None = None,
         *,
         grid: tuple[int, int] | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        self._check(q, k, v, key_mask, query_mask)
+        if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
+            return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to write or nothing to read
+        return self.attend(q, k, v, key_mask, query_mask, grid=grid)
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """What the mechanism does; `forward` has checked the arguments and there is at least one token a side."""
+
+    def why_equal_lengths(self) -> str | None:
+        """Why this instance is defined for self-attention only, or None if it is not."""
+        return None
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+        name, expected = type(self).__name__, (self.num_heads, self.head_dim)
+        for x, kind in ((q, "queries"), (k, "keys")):
+            if x.dim() != 4 or (x.shape[1], x.shape[3]) != expected:
+                raise ValueError(
+                    f"{name} was built for {self.num_heads} heads of dimension {self.head_dim}: expected {kind} "
+                    f"(B, {self.num_heads}, tokens, {self.head_dim}), got {tuple(x.shape)}."
+                )
+        if k.shape[:3] != v.shape[:3]:
+            raise ValueError(f"keys and values must come in pairs, got {tuple(k.shape)} and {tuple(v.shape)}.")
+        for label, mask, x in (("key_mask", key_mask, k), ("query_mask", query_mask, q)):
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool:
+                raise ValueError(f"{label} must be boolean, True = a real token, got {mask.dtype}: use mask.bool().")
+            if mask.shape != (x.shape[0], x.shape[2]):
+                raise ValueError(f"{label} must be {(x.shape[0], x.shape[2])}, got {tuple(mask.shape)}.")
+        reason = self.why_equal_lengths()
+        if reason is not None:
+            require_equal_lengths(q, k, name, reason)
 
 
 @dataclass(frozen=True)

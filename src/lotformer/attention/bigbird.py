@@ -42,7 +42,7 @@ class BigBird(Attention):
         parts = (torch.arange(random_blocks) + draw) / max(random_blocks, 1)
         self.register_buffer("plan", parts)  # where in the sequence, as a fraction of its blocks
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -46,7 +46,7 @@ class DeltaNet(Attention):
         self.convs = None if conv_size is None else nn.ModuleList(ShortConv(channels, conv_size) for _ in range(3))
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -42,7 +42,7 @@ class DifferentialAttention(Attention):
         first, second = (self.query_lambda * self.key_lambda).sum(-1).exp()
         return first - second + self.start
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

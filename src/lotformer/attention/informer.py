@@ -37,7 +37,7 @@ class Informer(Attention):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("shifts", torch.rand(most, dtype=torch.float64, generator=generator))
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -21,7 +21,7 @@ class LocalAttention(Attention):
             raise ValueError(f"block_size must be at least 1, got {block_size}.")
         self.block_size = block_size
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

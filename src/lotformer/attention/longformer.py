@@ -30,7 +30,7 @@ class Longformer(Attention):
         self.reach = window // 2
         self.global_tokens = global_tokens
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

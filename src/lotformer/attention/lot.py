@@ -98,7 +98,7 @@ class LOT(Attention):
         """The regularisation in force: the constructor's, or the learned one per head."""
         return self.fixed_eps if self.log_eps is None else self.log_eps.exp()
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -60,7 +60,7 @@ class LowRankOT(Attention):
         draw = torch.randn(num_heads, rank, head_dim, generator=torch.Generator().manual_seed(seed))
         self.register_buffer("directions", draw)
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -55,7 +55,7 @@ class Mamba2(Attention):
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
         self.gate = nn.Parameter(head_dim**-0.5 * torch.randn(num_heads, head_dim, head_dim)) if gate and norm else None
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -25,7 +25,7 @@ class QuantumDS(Attention):
             raise ValueError(f"ridge must be above 0, got {ridge}.")
         self.ridge = ridge
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -62,7 +62,7 @@ class Reformer(Attention):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("rotations", torch.randn(num_heads, num_hashes, head_dim, most // 2, generator=generator))
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -17,7 +17,7 @@ class SoftmaxAttention(Attention):
         self.scale = scale
         self.dropout = dropout
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

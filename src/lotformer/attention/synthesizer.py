@@ -52,7 +52,7 @@ class Synthesizer(Attention):
             nn.init.normal_(self.inner, std=head_dim**-0.5)
             nn.init.normal_(self.outer, std=hidden**-0.5)
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

@@ -16,7 +16,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a package with a MODEL_DIR.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
     mechanism: Annotated[str, typer.Option(help="Name of the mechanism (lotformer.attention.names()).")] = "lot",
-    rank: Annotated[int, typer.Option(min=1, help="Pivots per head.")] = 32,
+    rank: Annotated[int, typer.Option(help="Pivots per head.")] = 32,
     eps: Annotated[float, typer.Option(help="Entropic regularisation of LOT.")] = 0.1,
     key_masses: Annotated[
         str, typer.Option(help="uniform (doubly stochastic), linear or query-aware.")
@@ -34,7 +34,7 @@ def convert(
     try:
         _convert(console, source, out, mechanism, rank, eps, key_masses, texts, steps, finetune_steps, objective, seed)
     except (ValueError, OSError, ImportError) as error:
-        console.print(f"[red]Cannot convert {source}:[/] {error}")
+        console.print(f"[red]Cannot convert {source}:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 

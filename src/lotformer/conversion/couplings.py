@@ -45,7 +45,7 @@ class _Inspector(Attention):
         self.residuals = residuals
         self.errors = errors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
                 query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
         real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
         count = real.sum(-1)[:, None, None]

@@ -104,7 +104,10 @@ def _label(task: Task, value: str) -> float:
 
 
 def _from_datasets(task: Task, split: Split, path: Path) -> list[Example]:
-    from datasets import load_from_disk
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ImportError(f"{path} is a saved data set: reading it needs `pip install datasets`.") from error
 
     part = load_from_disk(str(path))["train" if split == "train" else _HUB_DEV.get(task.name, "validation")]
     names = _HUB_TEXTS.get(task.name, tuple(map(str, task.texts)))

@@ -55,9 +55,20 @@ def _with_implicit_gradient(g: Tensor, s: Tensor, a: Tensor, log_m: Tensor) -> T
     with torch.no_grad():
         factor, weight = _factorise(_laplacian(plan, a), b, 1e-12 if s.dtype == torch.float64 else 1e-6)
     step = _apply_inverse(factor, weight, (b - log_m.exp())[..., None])[..., 0]
+    transformed = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    if step.requires_grad and not transformed:
+        step.register_hook(_refuse_second_derivative)
     # far from the solution a full Newton step may hurt: then only its derivative is used
     near = (_range(step.detach()) < 0.5)[..., None]
     return g - step + torch.where(near, 0.0, step.detach())
+
+
+def _refuse_second_derivative(grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # only when the backward pass is itself recorded
+        raise NotImplementedError(
+            "the newton solver has no second derivative: `H` is held constant in its gradient. "
+            'Use `solver="sinkhorn", backend="reference"` where gradients are differentiated again.'
+        )
 
 
 class _Look(NamedTuple):
