@@ -162,9 +162,16 @@ Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
 
 float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
+// Dense memory in the layout of x as far as that is dense.
+Tensor fresh_like(const Tensor& x) {
+  Tensor y = torch::stable::empty_like(x);
+  lot::prefer_huge_pages(y.data_ptr(), size_t(y.numel()) * (y.scalar_type() == ScalarType::Float ? 4 : 2));
+  return y;
+}
+
 // The output has the layout of the queries, so that a host that transposes back gets a view.
 Tensor output_like(const Tensor& q, const Tensor& v) {
-  if (v.size(3) == q.size(3)) return torch::stable::empty_like(q);
+  if (v.size(3) == q.size(3)) return fresh_like(q);
   return torch::stable::new_empty(q, std::vector<int64_t>{q.size(0), q.size(1), q.size(2), v.size(3)});
 }
 
@@ -196,8 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   lot::Call& c = in.call;
   Tensor dout = with_contiguous_rows(grad_out), saved = with_contiguous_rows(out);
   expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[0], c.value_dim});
-  Tensor dq = torch::stable::empty_like(in.q), dk = torch::stable::empty_like(in.k),
-         dv = torch::stable::empty_like(in.v);
+  Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor dpivots = floats(q, {c.heads, c.rank, c.dim}), dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
   Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});

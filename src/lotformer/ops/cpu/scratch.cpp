@@ -17,6 +17,7 @@ constexpr size_t kKept = size_t(4) << 20;     // of an idle thread
 constexpr size_t kSmallest = size_t(1) << 18;
 
 constexpr size_t kHugePage = size_t(2) << 20;
+constexpr size_t kFreshlyMapped = size_t(32) << 20;  // the system's allocator does not keep pieces of this size
 
 // Large memory asks for huge pages: it is streamed once per sweep.
 char* allocate(size_t size) {
@@ -83,6 +84,15 @@ struct Stack {
 thread_local Stack stack;
 
 }  // namespace
+
+void prefer_huge_pages(void* data, size_t bytes) {
+#ifdef __linux__
+  if (bytes < kFreshlyMapped) return;
+  const size_t start = reinterpret_cast<size_t>(data), page = kHugePage;
+  const size_t first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
 
 void* take_scratch(size_t bytes) { return stack.take(bytes); }
 size_t mark_scratch() { return stack.top; }
