@@ -154,3 +154,18 @@ class TestUnreadable:
         conversion.save(model, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match="no attention module is called"):
             conversion.load(SMALL["torch-encoder"].build(), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import transformers, lotformer",
+        "import lotformer, transformers",
+        "import transformers, lotformer.conversion.huggingface",
+        "import lotformer, transformers.modeling_utils",
+    ],
+)
+def test_the_implementation_is_registered_whatever_is_imported_first(first):
+    code = f"{first}\nfrom transformers import AttentionInterface\nassert 'lot' in AttentionInterface()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -44,11 +46,10 @@ class _Waiting(MetaPathFinder):
 
 
 def _register() -> None:
-    try:
-        from .conversion.huggingface import register
-    except ImportError:
-        return  # a transformers without the interface: importing it must not fail for that; `convert` will say so
-    register()
+    # registering is the last thing the module does when it is imported; if it is being imported right now, and that
+    # is what loaded transformers, it will still come to it
+    with suppress(ImportError):  # a transformers without the interface must stay importable; `convert` will say so
+        import_module(f"{__package__}.conversion.huggingface")
 
 
 def install() -> None:

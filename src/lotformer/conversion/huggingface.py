@@ -200,3 +200,6 @@ def _extend_loading() -> None:
     post_init_then_convert._lotformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_then_convert  # type: ignore[method-assign]
     PreTrainedModel._initialize_weights = initialize_mechanisms_too  # type: ignore[method-assign]
+
+
+register()
