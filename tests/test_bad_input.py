@@ -135,3 +135,8 @@ def test_the_layer_refuses_wrong_inputs_of_forward():
 def test_an_unknown_mechanism_is_refused_with_a_suggestion():
     with pytest.raises(ValueError, match=r"Unknown mechanism 'sofmax'\. Did you mean 'softmax'"):
         lotformer.AttentionLayer(16, 2, "sofmax")
+
+
+def test_a_causal_call_of_another_mechanism_does_not_blame_lot():
+    with pytest.raises(ValueError, match="this layer looks both ways"):
+        lotformer.AttentionLayer(16, 2, "softmax")(torch.ones(2, 9, 16), is_causal=True)

@@ -37,6 +37,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}.")
+        self.mechanism = mechanism
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
@@ -54,7 +55,7 @@ class AttentionLayer(nn.Module):
     ) -> Tensor:
         """Mix the tokens of `x (B, N, dim)`; `mask (B, N)` is True on real tokens, `grid` the 2-D token layout."""
         if is_causal:
-            raise ValueError(CAUSAL_REFUSAL)
+            raise ValueError(CAUSAL_REFUSAL if self.mechanism == "lot" else "`is_causal`: this layer looks both ways.")
         if x.dim() != 3 or x.shape[2] != self.qkv.in_features:
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape
