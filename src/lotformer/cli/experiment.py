@@ -34,6 +34,9 @@ def glue(
     swap_epochs: Annotated[float, typer.Option(help="Epochs after the swap.")] = 2.0,
     max_steps: Annotated[int, typer.Option(help="At most this many steps of the softmax model.")] = 100_000,
     max_swap_steps: Annotated[int, typer.Option(help="At most this many steps after the swap.")] = 100_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Learning rate of the softmax model.")] = 5e-5,
+    swap_lr: Annotated[float, typer.Option(help="Learning rate of the old weights after the swap.")] = 2e-5,
     calibration_steps: Annotated[int, typer.Option(help="Steps of calibration.")] = 250,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
 ) -> None:
@@ -49,6 +52,9 @@ def glue(
         max_steps=max_steps,
         swap_epochs=swap_epochs,
         max_swap_steps=max_swap_steps,
+        batch_size=batch_size,
+        lr=lr,
+        swap_lr=swap_lr,
         calibration_steps=calibration_steps,
         seed=seed,
     )
