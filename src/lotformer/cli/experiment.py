@@ -9,6 +9,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ..bench.report import write_text
+from .bench import command_line
+
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 
 
@@ -63,7 +66,7 @@ def glue(
         chosen = tasks.split(",") if tasks else data.available(folder)
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("starting")
-            cells = experiment.run(
+            experiment.run(
                 checkpoint or minilm.weights(),
                 folder,
                 out,
@@ -71,10 +74,11 @@ def glue(
                 methods.split(","),
                 settings,
                 lambda what, now, total: progress.update(bar, description=what, completed=now, total=total),
+                command_line(),
             )
+            rendered = experiment.report(out)
     except (ValueError, OSError, RuntimeError) as error:
         console.print(f"[red]Cannot run the experiment:[/] {error}")
         raise typer.Exit(1) from error
-    rendered = experiment.table(cells)
-    (out / "table.md").write_text(rendered + "\n", encoding="utf-8")
-    console.print(rendered)
+    write_text(rendered + "\n", out / "table.md")
+    console.print(rendered, soft_wrap=True, markup=False, highlight=False)
