@@ -101,6 +101,7 @@ def detach(model: nn.Module) -> None:
         if "_lotformer_use_nested_tensor" in module.__dict__:
             module.use_nested_tensor = module.__dict__.pop("_lotformer_use_nested_tensor")
         if type(module) is ConvertedMultiheadAttention:
+            # back to the base class, which mypy takes for a loss of what it has just learned about the module
             module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
             uninstall(module)
 
