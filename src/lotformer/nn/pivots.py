@@ -73,7 +73,8 @@ class PivotMeasure(nn.Module):
 
     def log_masses(self) -> Tensor:
         """Log masses `(H, R)`, normalised."""
-        return (self.logits.float() / self.mass_temperature).log_softmax(-1)
+        logits = self.logits if self.mass_temperature == 1 else self.logits / self.mass_temperature
+        return logits.log_softmax(-1, dtype=torch.float32)
 
     def extra_repr(self) -> str:
         num_heads, rank, head_dim = self.points.shape
