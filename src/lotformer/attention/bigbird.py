@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import attend_blocks, fused_softmax, into_blocks, mask_into_blocks
+from .blocks import attend_blocks, into_blocks, mask_into_blocks
 from .masking import require_equal_lengths, zero_padding
 
 _PLAN_PERIOD = 4096  # rows of the stored random plan; longer sequences use it again

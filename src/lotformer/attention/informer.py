@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import fused_softmax, into_blocks
+from .blocks import into_blocks
 from .masking import zero_padding
 
 _LONGEST = 2**24

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import attend_blocks, fused_softmax, into_blocks
+from .blocks import attend_blocks, into_blocks
 from .masking import require_equal_lengths, zero_padding
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.short_conv import ShortConv
 from .base import Attention, Cost, Entry
-from .fused import into_blocks
+from .blocks import into_blocks
 from .masking import require_equal_lengths, zero_padding
 from .recurrent import lower_triangle, require_value_width, run_directions
 
