@@ -113,6 +113,6 @@ ENTRY = Entry(
     summary="Block-sparse softmax: a window, two global blocks and a few random ones.",
     citation="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -46,6 +46,10 @@ class DeltaNet(Attention):
         self.convs = None if conv_size is None else nn.ModuleList(ShortConv(channels, conv_size) for _ in range(3))
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
 
+    @property
+    def is_causal(self) -> bool:
+        return not self.bidirectional
+
     def attend(
         self,
         q: Tensor,
@@ -122,8 +126,8 @@ ENTRY = Entry(
     summary="The delta rule in chunks: a recurrent memory that overwrites; run from both ends by default.",
     citation="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule over Sequence Length",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
-    causal_only=True,
+    causal_only="bidirectional=False",
     needs_equal_lengths=True,
 )

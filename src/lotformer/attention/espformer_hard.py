@@ -93,10 +93,10 @@ def cost(n: int, d: int, *, temperature: float = 0.1, **_: object) -> Cost:
 ENTRY = Entry(
     name="espformer-hard",
     build=HardESPFormer,
-    summary="Expected sliced transport plan by true sorting, n log n.",
+    summary="Expected sliced transport plan by true sorting.",
     citation="Shahbazi et al. 2025, ESPFormer: Doubly-Stochastic Attention with Expected Sliced Transport Plans",
     cost=cost,
-    linear=True,
-    doubly_stochastic=True,
+    time="n log n",
+    doubly_stochastic="exact",
     needs_equal_lengths=True,
 )

@@ -45,6 +45,6 @@ ENTRY = Entry(
     summary="One head per channel: products of vectors only.",
     citation="Bolya et al. 2022, Hydra Attention: Efficient Attention with Many Heads",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
 )

@@ -51,6 +51,6 @@ ENTRY = Entry(
     summary="Softmax inside non-overlapping blocks of tokens.",
     citation="Tay et al. 2021, Long Range Arena (local attention)",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -115,6 +115,6 @@ ENTRY = Entry(
     summary="Softmax in a sliding window, with optional global tokens in front.",
     citation="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -55,6 +55,10 @@ class Mamba2(Attention):
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
         self.gate = nn.Parameter(head_dim**-0.5 * torch.randn(num_heads, head_dim, head_dim)) if gate and norm else None
 
+    @property
+    def is_causal(self) -> bool:
+        return not self.bidirectional
+
     def attend(
         self,
         q: Tensor,
@@ -135,8 +139,8 @@ ENTRY = Entry(
     summary="Mamba-2's state space in chunks: a decaying recurrent memory; run from both ends by default.",
     citation="Dao & Gu 2024, Transformers are SSMs: Generalized Models and Efficient Algorithms",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
-    causal_only=True,
+    causal_only="bidirectional=False",
     needs_equal_lengths=True,
 )

@@ -108,6 +108,6 @@ ENTRY = Entry(
     summary="Nyström reconstruction of softmax from segment means.",
     citation="Xiong et al. 2021, Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

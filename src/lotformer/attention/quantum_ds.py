@@ -58,6 +58,7 @@ ENTRY = Entry(
     summary="Quantum doubly stochastic attention, QR form: the squared orthogonal factor of the scores.",
     citation="Born et al. 2025, Quantum Doubly Stochastic Transformers (its QR-based classical variant)",
     cost=cost,
-    doubly_stochastic=True,
+    time="n³",
+    doubly_stochastic="exact",
     needs_equal_lengths=True,
 )
