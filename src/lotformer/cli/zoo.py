@@ -66,8 +66,8 @@ def zoo_command(
 def _table(result: zoo.ZooResult) -> Table:
     """Fits into 100 columns; the last column wraps if it must."""
     table = Table(
-        title=f"H{result.heads} D{result.head_dim}, fp32, threads: {result.provenance.threads}. Forward in milliseconds, "
-        "peak of forward + backward in MiB",
+        title=f"H{result.heads} D{result.head_dim}, fp32, threads: {result.provenance.threads}. "
+        "Forward in milliseconds, peak of forward + backward in MiB",
         caption="converged: rows and columns sum to one as far as the mechanism's iterations have got. Needs: as many "
         "queries as keys (N=M), tokens on a 2-D grid, a known maximal length, random numbers at evaluation.",
         box=box.SIMPLE,
