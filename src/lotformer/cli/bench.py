@@ -61,7 +61,7 @@ def runtime_command(
     """Time mechanisms over the length of the sequence, or LOT against fused softmax (--against sdpa)."""
     console = Console()
     source = provenance(command_line(), threads=threads, seed=seed)
-    suffix = "-backward" if backward else ""
+    direction = "backward" if backward else "forward"
     with thread_count(threads):
         if against is not None:
             if against != "sdpa":
@@ -72,7 +72,7 @@ def runtime_command(
             shapes = [s for s in runtime.TARGET_SHAPES if s.n <= max_n]
             _against_sdpa(
                 console, source, shapes, rank, iters, eps, name, backward, seconds,
-                json or Path(f"results/against-sdpa{suffix}.json"),
+                json or Path(f"results/sdpa_{direction}.json"),
             )  # fmt: skip
             return
         names = mechanism_names(mechanisms or ",".join([*runtime.QUADRATIC, *runtime.LINEAR, "lot"]))
@@ -96,9 +96,9 @@ def runtime_command(
                 on_point=lambda point: status.update(f"Timed {point.label} at N={point.n}"),
             )
     _show_runtime(console, result)
-    path = json or Path(f"results/runtime{suffix}.json")
-    write_json(result, path.with_suffix(".json"))
-    files = [path.with_suffix(".json")]
+    path = json or Path(f"results/runtime_{direction}.json")
+    write_json(result, path)
+    files = [path]
     try:
         files += figure.draw_runtime(result, path)
     except ImportError as error:
@@ -277,8 +277,8 @@ def _against_sdpa(
         faster = (f"{comparison.times_faster[name]:.2f}" for name in ("sdpa", "plain PyTorch"))
         table.add_row(str(comparison.shape), *times, *faster)
     console.print(table)
-    write_json(result, path.with_suffix(".json"))
-    console.print(f"Wrote {path.with_suffix('.json')}")
+    write_json(result, path)
+    console.print(f"Wrote {path}")
 
 
 def _show_runtime(console: Console, result: runtime.RuntimeResult) -> None:
@@ -305,7 +305,7 @@ def _mebibytes(value: int | None) -> str:
 
 @app.command("gpu-resources")
 def gpu_resources_command(
-    depth: Annotated[int, typer.Option(min=1, help="Head dimension to compile for.")] = 64,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head to compile for.")] = 64,
 ) -> None:
     """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills."""
     try:
@@ -313,4 +313,4 @@ def gpu_resources_command(
     except ImportError as error:
         raise typer.BadParameter("compiling for GPUs needs triton: pip install 'lotformer[gpu]'.") from error
     # a plain print: the table is Markdown, to be pasted as it is
-    typer.echo(resources.as_markdown(resources.measure(depths=(depth,))))
+    typer.echo(resources.as_markdown(resources.measure(depths=(head_dim,))))
