@@ -208,6 +208,42 @@ class TestFinetuning:
         assert sum(report.losses[-6:]) < 0.5 * sum(report.losses[:6])
 
 
+class TestHalfPrecision:
+    """Steps far below the spacing of bf16 numbers near 1 (0.004) add up instead of being rounded away."""
+
+    @staticmethod
+    def half() -> torch.nn.Module:
+        model = SMALL["bert"].build().bfloat16()
+        torch.manual_seed(0)
+        lotformer.convert(model, rank=6)
+        return model
+
+    def test_calibration_keeps_small_steps(self):
+        model = self.half()
+        report = lotformer.calibrate(model, batches(), steps=40, lr=1e-3, evaluate_every=20)
+        weights = [m.key_masses.query_weight for m in model.modules() if isinstance(m, LOT)]
+        assert all(weight.dtype == torch.bfloat16 for weight in weights)
+        assert all((weight != 1).any() for weight in weights)
+        assert report.mean_error_after < report.mean_error_before
+
+    def test_fine_tuning_keeps_small_steps(self):
+        model = self.half()
+        lotformer.finetune(model, batches(), steps=30, lr=4e-4, mechanism_lr=4e-4)
+        norms = [m.weight for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+        assert all((weight != 1).any() for weight in norms)
+        assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+    def test_both_resume_to_the_same_result(self, tmp_path):
+        for function in (lotformer.calibrate, lotformer.finetune):
+            whole, parts, path = self.half(), self.half(), tmp_path / f"{function.__name__}.pt"
+            function(whole, batches(), steps=9)
+            with pytest.raises(KeyboardInterrupt):
+                function(parts, batches(), steps=9, checkpoint=path, on_step=TestInterrupts.interrupt_at(4))
+            fresh = self.half()
+            function(fresh, batches(), steps=9, checkpoint=path)
+            assert same(dict(fresh.state_dict()), dict(whole.state_dict()))
+
+
 class TestBadInput:
     def test_an_unconverted_model(self):
         for function in (lotformer.calibrate, lotformer.finetune):

@@ -91,22 +91,37 @@ def test_padding_of_pytorch_encoders_never_matters(as_float, batch_first):
     assert torch.equal(*results)
 
 
+OTHERS = {
+    "causal": (torch.ones(7, 7).tril().bool()[None, None], "different sets of keys"),
+    "causal-heads": (torch.ones(7, 7).tril().bool()[None, None].expand(2, 3, 7, 7), "different sets of keys"),
+    "band": (torch.ones(7, 7).triu(-1).tril(1).bool()[None, None], "different sets of keys"),
+    "causal-additive": (
+        torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)[None, None],
+        "different sets",
+    ),
+    "position-bias": (torch.randn(1, 3, 7, 7), "adds finite numbers"),
+    "flat-bias": (-torch.rand(2, 7), "adds finite numbers"),
+    "per-head": (torch.stack([torch.ones(7), torch.arange(7) < 4]).bool()[None, :, None, :], "heads see different"),
+}
+
+
 class TestOtherMasksAreRefused:
-    @pytest.mark.parametrize(
-        ("mask", "why"),
-        [
-            (torch.ones(7, 7).tril().bool()[None, None], "different sets of keys"),
-            (torch.ones(7, 7).tril().bool()[None, None].expand(2, 3, 7, 7), "different sets of keys"),
-            (torch.ones(7, 7).triu(-1).tril(1).bool()[None, None], "different sets of keys"),
-            (torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)[None, None], "different sets"),
-            (torch.randn(1, 3, 7, 7), "adds finite numbers"),
-            (torch.stack([torch.ones(7), torch.arange(7) < 4]).bool()[None, :, None, :], "heads see different"),
-        ],
-        ids=["causal", "causal-heads", "band", "causal-additive", "position-bias", "per-head"],
-    )
-    def test_with_the_reason(self, mask, why):
+    @pytest.mark.parametrize("kind", OTHERS)
+    def test_with_the_reason(self, kind):
+        mask, why = OTHERS[kind]
         with pytest.raises(ValueError, match=f"not a pure padding mask.*{why}"):
             key_mask_from(mask, 2, 7, 7)
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("kind", OTHERS)
+    def test_inside_compiled_code_without_breaking_the_graph(self, kind, backend):
+        torch._dynamo.reset()
+        mask, why = OTHERS[kind]
+        compiled = torch.compile(key_mask_from, backend=backend, fullgraph=True)
+        harmless = torch.ones_like(mask) if mask.dtype == torch.bool else torch.zeros_like(mask)
+        assert bool(compiled(harmless, 2, 7, 7).all())
+        with pytest.raises(RuntimeError, match=f"not a pure padding mask.*{why}"):
+            compiled(mask, 2, 7, 7)
 
     def test_a_wrong_shape(self):
         with pytest.raises(ValueError, match=r"expected \(B, 7\)"):
@@ -127,6 +142,34 @@ class TestOtherMasksAreRefused:
             encoder(torch.randn(2, 7, 24), mask=causal, is_causal=True)
         with pytest.raises(ValueError, match=r"not a pure padding mask|causal"):
             encoder(torch.randn(2, 7, 24), mask=causal)
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("as_float", [False, True], ids=["bool", "additive"])
+    def test_through_compiled_multihead_attention(self, as_float, backend):
+        torch._dynamo.reset()
+        layer = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()
+        lotformer.convert(layer, rank=5, solver="sinkhorn")
+        compiled = torch.compile(lambda x, mask: layer(x, x, x, attn_mask=mask)[0], backend=backend, fullgraph=True)
+        causal, x = torch.ones(7, 7).triu(1).bool(), torch.randn(2, 7, 24)
+        hidden = torch.arange(7).expand(7, 7) > 4
+        if as_float:
+            causal, hidden = (torch.zeros(7, 7).masked_fill(mask, -torch.inf) for mask in (causal, hidden))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, hidden), layer(x, x, x, attn_mask=hidden)[0])
+            with pytest.raises(RuntimeError, match="not a pure padding mask"):
+                compiled(x, causal)
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_through_a_compiled_bert(self, backend):
+        torch._dynamo.reset()
+        model = SMALL["bert"].build()
+        lotformer.convert(model, rank=5, solver="sinkhorn")
+        compiled = torch.compile(model, backend=backend)
+        ids, everything = torch.randint(3, 60, (2, 7)), torch.ones(2, 1, 7, 7, dtype=torch.bool)
+        batch = {"input_ids": ids, "attention_mask": everything}
+        torch.testing.assert_close(output(compiled, batch), output(model, batch))
+        with pytest.raises(RuntimeError, match="not a pure padding mask"):
+            output(compiled, {"input_ids": ids, "attention_mask": everything.tril()})
 
 
 @pytest.mark.parametrize("side", REAL)

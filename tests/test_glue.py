@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
+from lotformer.cli import app
 from lotformer.data import glue
 from lotformer.experiments import glue as experiment
+from lotformer.experiments.cells import CellFolder, stamp
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree", "is", "a", "the", "not"]
 
@@ -109,10 +113,85 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     assert all(f"| {method}, % recovered |" in rendered for method in methods)
 
     stored = json.loads((out / "sst2" / "lot.json").read_text())
+    assert stored["budget"] == {"steps": 10}
+    assert stored["provenance"]["torch"] == torch.__version__
+    assert stored["transformers"] == transformers.__version__
+    assert not list(out.rglob("*.begun"))
     stored["cell"]["recovered"] = 12.5
     (out / "sst2" / "lot.json").write_text(json.dumps(stored))
     again = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
     assert {cell.method: cell.recovered for cell in again}["lot"] == 12.5
+
+
+def cell(task: str, method: str, **changed: object) -> experiment.Cell:
+    return dataclasses.replace(experiment.Cell(task, method, 90.0, 99.0, 80.0, 1e-6, 0.5, 3.0), **changed)
+
+
+def store(out: Path, made: experiment.Cell, settings: experiment.Settings, *, early: bool = False) -> None:
+    if early:  # as the first version wrote them
+        record = {"cell": dataclasses.asdict(made), "settings": dataclasses.asdict(settings), "torch": "2.13.0"}
+        (out / made.task).mkdir(parents=True, exist_ok=True)
+        (out / made.task / f"{made.method}.json").write_text(json.dumps(record))
+    else:
+        folder = CellFolder(out / made.task, lambda plain: experiment.Cell(**plain), "lotformer experiment glue")
+        folder.finish(made.method, made, stamp(settings, "some/checkpoint"), {"steps": 77}, settings.seed)
+
+
+class TestFoldersOfCells:
+    def test_the_report_joins_what_several_runs_left_and_names_their_budgets(self, tmp_path):
+        short = experiment.Settings(max_steps=300, seed=5)
+        store(tmp_path, cell("cola", "softmax"), short, early=True)
+        store(tmp_path, cell("cola", "lot", recovered=98.7), short, early=True)
+        store(tmp_path, cell("rte", "softmax", score=60.0), experiment.Settings(batch_size=8))
+        store(tmp_path, cell("rte", "lot", recovered=99.3), experiment.Settings(batch_size=8))
+        store(tmp_path, cell("rte", "hedgehog", recovered=97.1), experiment.Settings(batch_size=8))
+        said = experiment.report(tmp_path)
+        assert "| softmax, score | 90.0 | 60.0 | 75.0 |" in said
+        assert "| lot, % recovered | 98.7 | 99.3 | 99.0 |" in said
+        assert "| hedgehog, % recovered | – | 97.1 | – |" in said, "a mean over fewer tasks is not comparable"
+        notes = {line.split(":")[0]: line for line in said.splitlines() if line.startswith("- ") and "seed" in line}
+        assert "at most 300 steps" in notes["- cola"]
+        assert "seed 5" in notes["- cola"]
+        assert "batch 8" in notes["- rte"]
+        assert f"torch {torch.__version__}" in notes["- rte"]
+        assert "- rte: fine-tuning steps taken: softmax 77, hedgehog 77, lot 77." in said
+
+    @pytest.mark.parametrize("early", [False, True], ids=["complete", "early"])
+    @pytest.mark.parametrize("method", ["softmax", "hedgehog"], ids=["asked-for", "of-another-column"])
+    def test_cells_of_other_settings_are_not_mixed_in(self, tmp_path, method, early):
+        store(tmp_path, cell("sst2", method), experiment.Settings(epochs=2.0), early=early)
+        with pytest.raises(ValueError, match=r"cells of other settings .*epochs 2.0 instead of 1.0.*another --out"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings(epochs=1.0))
+
+    def test_another_checkpoint_is_another_setting(self, tmp_path):
+        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
+        with pytest.raises(ValueError, match="checkpoint some/checkpoint instead of other/checkpoint"):
+            experiment.run("other/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_nor_is_half_trained_work_of_other_settings(self, checkpoint, tmp_path):
+        sst(tmp_path)
+
+        def interrupt(what: str, now: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        arguments = (checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"])
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(*arguments, experiment.Settings(batch_size=6), interrupt)
+        with pytest.raises(ValueError, match="batch_size 6 instead of 4"):
+            experiment.run(*arguments, experiment.Settings(batch_size=4))
+
+    def test_half_a_file_is_one_clear_error(self, tmp_path):
+        (tmp_path / "sst2").mkdir()
+        (tmp_path / "sst2" / "softmax.json").write_text('{"cell": ')
+        with pytest.raises(ValueError, match=r"softmax.json is not a cell of this experiment"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_the_command_says_so_and_stops(self, tmp_path):
+        store(tmp_path / "out", cell("sst2", "softmax"), experiment.Settings(seed=1))
+        options = ["--checkpoint", "some/checkpoint", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["experiment", "glue", "--tasks", "sst2", *options])
+        assert result.exit_code == 1
+        assert "cells of other settings" in " ".join(result.output.split())
 
 
 def test_unknown_tasks_and_methods_are_named(checkpoint, tmp_path):

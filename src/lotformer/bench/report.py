@@ -60,9 +60,13 @@ def cpu_model() -> str:
 
 def write_json(result: Any, path: Path) -> None:
     """Write a dataclass as JSON; a reader never sees half a file."""
-    text = json.dumps(dataclasses.asdict(result), indent=1) + "\n"
+    write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a whole file or nothing: a reader never sees half of it, nor do two writers mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)

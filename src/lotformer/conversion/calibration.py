@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from ..attention import Attention
 from .activations import Activations
 from .objectives import Objective, check_objective, loss, output_error
+from .precision import Masters
 from .probe import Batch
 from .sites import mechanism_of, require_converted
+from .solvers import ExactShare
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def calibrate(
         checkpoint: a file to resume from if it exists, and to write when measuring or when interrupted.
         on_step: called with (step, steps, loss).
 
-    An interrupt leaves the model whole: mechanisms in place, with the parameters reached so far.
+    An interrupt leaves the model whole: mechanisms in place, with the parameters reached so far. Parameters in half
+    precision are trained through copies in fp32, so that small steps are not rounded away.
     """
     check_objective(objective)
     for name, value in (("steps", steps), ("evaluate_every", evaluate_every), ("patience", patience)):
@@ -121,7 +124,7 @@ def calibrate(
                     on_step(trainer.step, steps, objective_now)
                 if trainer.step % evaluate_every == 0 or trainer.step == steps:
                     # what sweeps have learned says little about the exact couplings before those had their turn
-                    if trainer.step > trainer.exact_from or trainer.step == steps or not any(trainer.exact.values()):
+                    if trainer.solver.reached(trainer.step) or trainer.step == steps:
                         trainer.measure()
                     if checkpoint is not None:
                         trainer.save(Path(checkpoint))
@@ -130,7 +133,7 @@ def calibrate(
                 trainer.save(Path(checkpoint))
             raise
         finally:
-            trainer.use_exact_solver(True)
+            trainer.solver.restore()
         trainer.keep_best()
         return CalibrationReport(
             objective=objective,
@@ -165,9 +168,10 @@ class _Trainer:
         chosen = {int((i + 0.5) * len(cache) / held) for i in range(held)}
         self.pool = [i for i in range(len(cache)) if i not in chosen]
         self.held = sorted(chosen) or self.pool
-        self.steps, self.exact_from = steps, math.floor((1 - exact_share) * steps)
-        self.exact = {name: getattr(m, "solver", None) == "newton" for name, m in mechanisms.items()}
-        self.optimizer = torch.optim.Adam(parameters, lr=lr)
+        self.steps = steps
+        self.solver = ExactShare(mechanisms.values(), steps, exact_share)
+        self.masters = Masters(parameters)
+        self.optimizer = torch.optim.Adam(self.masters.of(parameters), lr=lr)
         self.lr = lr
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
@@ -184,7 +188,7 @@ class _Trainer:
         if not self.order:
             self.order = torch.randperm(len(self.pool), generator=self.generator).tolist()
         batch = self.cache[self.pool[self.order.pop()]]
-        self.use_exact_solver(self.step >= self.exact_from)
+        self.solver.at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.5 * self.lr * (1 + math.cos(math.pi * self.step / self.steps))
         self.optimizer.zero_grad()
@@ -193,7 +197,9 @@ class _Trainer:
             value = loss(mechanism, batch[name], self.cache.projections[name], self.objective)
             (value / len(self.mechanisms)).backward()
             total += float(value.detach())
+        self.masters.take_gradients()
         self.optimizer.step()
+        self.masters.publish()
         self.step += 1
         self.losses.append(total / len(self.mechanisms))
         return self.losses[-1]
@@ -201,7 +207,7 @@ class _Trainer:
     @torch.no_grad()
     def measure(self) -> None:
         """Relative output error of each layer on the held-back batches, with the mechanisms as converted."""
-        self.use_exact_solver(True)
+        self.solver.restore()
         errors = dict.fromkeys(self.mechanisms, 0.0)
         for index in self.held:
             batch = self.cache[index]
@@ -221,11 +227,6 @@ class _Trainer:
         for parameter, best in zip(self.parameters, self.best, strict=True):
             parameter.copy_(best)
 
-    def use_exact_solver(self, yes: bool) -> None:
-        for name, mechanism in self.mechanisms.items():
-            if self.exact[name]:
-                mechanism.solver = "newton" if yes else "sinkhorn"  # type: ignore[assignment]
-
     _STATE = ("step", "order", "losses", "first_errors", "best_errors", "best_step", "best", "bad_measurements")
 
     def save(self, path: Path) -> None:
@@ -233,6 +234,7 @@ class _Trainer:
         state: dict[str, Any] = {name: getattr(self, name) for name in self._STATE}
         state |= {
             "parameters": [p.detach() for p in self.parameters],
+            "masters": self.masters.state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
         }
@@ -245,6 +247,7 @@ class _Trainer:
             state = torch.load(path, weights_only=True)
             for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
                 parameter.data.copy_(saved)
+            self.masters.load(state.get("masters", []))
         except Exception as error:
             raise ValueError(
                 f"{path} is not a checkpoint of this calibration: {error}. Delete it to start over."

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.softmax import SoftmaxAttention
+from .precision import Masters, widened
 from .probe import Batch, call, main_tensor
 from .sites import MECHANISM, converted, mechanism_of, require_converted
+from .solvers import ExactShare
 
 TaskLoss = Callable[[Any, Batch], Tensor]
 """Maps a model's output and the batch it came from to a scalar loss."""
@@ -66,7 +68,7 @@ def finetune(
         freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
         exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly; the rest
             runs Sinkhorn sweeps, which is cheaper and worse.
-        checkpoint, on_step, seed: as in `calibrate`.
+        checkpoint, on_step, seed: as in `calibrate`; so is the training of parameters in half precision.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
@@ -94,7 +96,7 @@ def finetune(
             run.save(Path(checkpoint))
         raise
     finally:
-        run.use_exact_solver(True)
+        run.solver.restore()
         for parameter in frozen:
             parameter.requires_grad_(True)
         for module, training in modes.items():
@@ -134,6 +136,7 @@ def _loss(
 
 
 def _imitation(hidden: Tensor, target: Tensor, batch: Batch, hidden_weight: float) -> Tensor:
+    hidden, target = widened(hidden), widened(target)
     cosine = torch.cosine_similarity(pooled(hidden, batch), pooled(target, batch), dim=-1).mean()
     mask = _mask(hidden, batch)
     real: Tensor | float = 1.0 if mask is None or hidden.dim() != 3 else mask
@@ -170,14 +173,15 @@ class _Run:
         seed: int,
     ) -> None:
         self.model, self.batches, self.steps = model, batches, steps
-        self.mechanisms = [mechanism_of(module) for _, module in converted(model)]
-        self.exact = [getattr(mechanism, "solver", None) == "newton" for mechanism in self.mechanisms]
-        self.exact_from = math.floor((1 - exact_share) * steps)
-        own = {id(p) for mechanism in self.mechanisms for p in mechanism.parameters()}
+        mechanisms = [mechanism_of(module) for _, module in converted(model)]
+        self.solver = ExactShare(mechanisms, steps, exact_share)
+        own = {id(p) for mechanism in mechanisms for p in mechanism.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
+        self.masters = Masters(trained)
+        host, new = ([p for p in trained if (id(p) in own) == is_new] for is_new in (False, True))
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in trained if id(p) not in own], "lr": lr, "weight_decay": weight_decay},
-            {"params": [p for p in trained if id(p) in own], "lr": mechanism_lr, "weight_decay": 0.0},
+            {"params": self.masters.of(host), "lr": lr, "weight_decay": weight_decay},
+            {"params": self.masters.of(new), "lr": mechanism_lr, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -189,22 +193,19 @@ class _Run:
     def advance(self, loss_of: Callable[[Batch], Tensor]) -> float:
         if not self.order:
             self.order = torch.randperm(len(self.batches), generator=self.generator).tolist()
-        self.use_exact_solver(self.step >= self.exact_from)
+        self.solver.at(self.step)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * self.step / self.steps))
         value = loss_of(self.batches[self.order.pop()])
         self.optimizer.zero_grad()
         value.backward()
+        self.masters.take_gradients()
         nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
         self.optimizer.step()
+        self.masters.publish()
         self.step += 1
         self.losses.append(float(value.detach()))
         return self.losses[-1]
-
-    def use_exact_solver(self, yes: bool) -> None:
-        for mechanism, exact in zip(self.mechanisms, self.exact, strict=True):
-            if exact:
-                mechanism.solver = "newton" if yes else "sinkhorn"  # type: ignore[assignment]
 
     def save(self, path: Path) -> None:
         state = {
@@ -212,6 +213,7 @@ class _Run:
             "order": self.order,
             "losses": self.losses,
             "model": self.model.state_dict(),
+            "masters": self.masters.state(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "random": torch.get_rng_state(),
@@ -224,6 +226,7 @@ class _Run:
         try:
             state = torch.load(path, weights_only=True)
             self.model.load_state_dict(state["model"])
+            self.masters.load(state.get("masters", []))
         except Exception as error:
             raise ValueError(
                 f"{path} is not a checkpoint of this fine-tuning: {error}. Delete it to start over."

@@ -197,6 +197,7 @@ def _extend_loading() -> None:
                 if callable(reset := getattr(part, "reset_parameters", None)):
                     reset()
 
+    # replacing methods of another library's class is the point here, and what mypy warns of
     post_init_then_convert._lotformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_then_convert  # type: ignore[method-assign]
     PreTrainedModel._initialize_weights = initialize_mechanisms_too  # type: ignore[method-assign]

@@ -11,6 +11,8 @@ _NOT_PADDING = (
     "Leave such layers out with `layers=`."
 )
 
+_BIAS = "it adds finite numbers to the scores"
+
 
 def key_mask_from(mask: Tensor | None, batch: int, queries: int, keys: int) -> Tensor | None:
     """Boolean key mask `(B, M)`, True = a real token, from whatever a host model passes around.
@@ -20,7 +22,9 @@ def key_mask_from(mask: Tensor | None, batch: int, queries: int, keys: int) -> T
             4-D `(B or 1, H or 1, N or 1, M)`, boolean (True = may attend) or additive.
 
     Raises:
-        ValueError: the rows of real tokens differ, or an additive mask holds values other than 0 and "never".
+        ValueError: the rows of real tokens differ, or an additive mask holds values other than 0 and "never". What
+            depends on values cannot raise inside compiled code: there an assertion with the same message is part of
+            the graph and fails when it runs, as a RuntimeError.
     """
     if mask is None:
         return None
@@ -31,32 +35,46 @@ def key_mask_from(mask: Tensor | None, batch: int, queries: int, keys: int) -> T
             f"attention mask: expected (B, {keys}) or (B, heads, {queries}, {keys}) with B = {batch}, "
             f"got {tuple(mask.shape)}."
         )
-    looks = not torch.compiler.is_compiling()
-    allowed = _allowed(mask, looks)
+    allowed = _allowed(mask)
     if allowed.dim() == 2:
         return allowed.expand(batch, keys)
     if allowed.shape[2] == 1 or allowed.stride(2) == 0:
         rows = allowed[:, :, 0]
     else:
         rows = allowed.any(2)
-        if looks:
-            real = rows[:, :, :, None] if queries == keys else torch.ones_like(allowed[..., :1])
-            if bool(((allowed != rows[:, :, None]) & real).any()):
-                raise ValueError(_NOT_PADDING.format(why="tokens of one sequence see different sets of keys"))
-    if looks and rows.shape[1] > 1 and bool((rows != rows[:, :1]).any()):
-        raise ValueError(_NOT_PADDING.format(why="heads see different sets of keys"))
+        real = rows[:, :, :, None] if queries == keys else torch.ones_like(allowed[..., :1])
+        different = (allowed != rows[:, :, None]) & real
+        _refuse_if(different.any(), "tokens of one sequence see different sets of keys")
+    if rows.shape[1] > 1:
+        _refuse_if((rows != rows[:, :1]).any(), "heads see different sets of keys")
     return rows[:, 0].expand(batch, keys)
 
 
-def _allowed(mask: Tensor, looks: bool) -> Tensor:
+def additive_allows(mask: Tensor) -> Tensor:
+    """Where an additive mask lets tokens through: it is 0 there and "never" elsewhere, or refused."""
+    _refuse_if(_finite_bias(mask).any(), _BIAS)
+    return mask == 0
+
+
+def _allowed(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         return mask != 0
-    if mask.dim() == 2 and not looks:
-        return torch.where((mask > 0).any(), mask != 0, mask == 0)
-    if mask.dim() == 2 and bool((mask > 0).any()):
-        return mask != 0  # a 0/1 mask of real tokens in floating point
-    if looks and bool(((mask != 0) & (mask > -1e4)).any()):
-        raise ValueError(_NOT_PADDING.format(why="it adds finite numbers to the scores"))
-    return mask == 0
+    if mask.dim() == 4:
+        return additive_allows(mask)
+    marks_real = (mask > 0).any()  # a 0/1 mask of real tokens in floating point
+    _refuse_if(_finite_bias(mask).any() & ~marks_real, _BIAS)
+    return torch.where(marks_real, mask != 0, mask == 0)
+
+
+def _finite_bias(mask: Tensor) -> Tensor:
+    return (mask != 0) & (mask > -1e4)
+
+
+def _refuse_if(condition: Tensor, why: str) -> None:
+    message = _NOT_PADDING.format(why=why)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~condition, message)  # a branch on values would break the graph
+    elif bool(condition):
+        raise ValueError(message)

@@ -11,6 +11,7 @@ from ..attention import Attention
 from ..attention.masking import zero_padding
 from ..attention.softmax import SoftmaxAttention
 from .activations import LayerInput
+from .precision import widened
 
 Objective = Literal["output", "attention", "both"]
 
@@ -33,21 +34,22 @@ def loss(mechanism: Attention, seen: LayerInput, projection: Tensor | None, obje
 
 def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | None) -> Tensor:
     """`‖(o − o*) Woᵀ‖² / ‖o* Woᵀ‖²`: the relative error as the rest of the model sees it, after the projection."""
-    student = mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask)
+    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask))
     with torch.no_grad():
-        target = _softmax(mechanism)(seen.q, seen.k, seen.v, seen.mask, seen.mask)
+        target = widened(_softmax(mechanism)(seen.q, seen.k, seen.v, seen.mask, seen.mask))
     error, target = (x.transpose(1, 2).flatten(2) for x in (student - target, target))
     if projection is not None:
-        error, target = error @ projection.mT, target @ projection.mT
+        weight = widened(projection).mT
+        error, target = error @ weight, target @ weight
     return error.square().sum() / target.square().sum().clamp_min(1e-12)
 
 
 def row_cross_entropy(mechanism: Attention, seen: LayerInput) -> Tensor:
     """`−Σ_j A*_ij log A_ij`, mean over real rows: Hedgehog's distillation. Forms both matrices."""
-    student = dense(mechanism, seen)
+    student = widened(dense(mechanism, seen))
     student = student.clamp_min(1e-8) / student.clamp_min(1e-8).sum(-1, keepdim=True)
     with torch.no_grad():
-        target = dense(_softmax(mechanism), seen)
+        target = widened(dense(_softmax(mechanism), seen))
     entropy = -(target * student.log()).sum(-1)
     if seen.mask is None:
         return entropy.mean()

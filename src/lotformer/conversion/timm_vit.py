@@ -58,5 +58,6 @@ def detach(model: nn.Module) -> None:
     """Undo `attach`, exactly."""
     for module in model.modules():
         if type(module) is ConvertedTimmAttention and record_of(module) is not None:
+            # back to the base class, which mypy takes for a loss of what it has just learned about the module
             module.__class__ = TimmAttention  # type: ignore[assignment]
             uninstall(module)

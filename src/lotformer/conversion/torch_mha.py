@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
+from .masks import additive_allows
 from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
 
 
@@ -100,6 +101,7 @@ def detach(model: nn.Module) -> None:
         if "_lotformer_use_nested_tensor" in module.__dict__:
             module.use_nested_tensor = module.__dict__.pop("_lotformer_use_nested_tensor")
         if type(module) is ConvertedMultiheadAttention:
+            # back to the base class, which mypy takes for a loss of what it has just learned about the module
             module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
             uninstall(module)
 
@@ -114,8 +116,6 @@ def _real_keys(attn_mask: Tensor | None, padding: Tensor | None, batch: int, len
             mask = mask.view(-1, 1, 1, length)
         else:
             mask = mask.view(-1, 1, length, length) if mask.dim() == 2 else mask.view(batch, -1, length, length)
-        if mask.dtype != torch.bool and bool(((mask != 0) & (mask > -1e4)).any()):
-            return mask  # an additive bias: `mix` refuses it and says why
-        keep = ~mask if mask.dtype == torch.bool else mask == 0
+        keep = ~mask if mask.dtype == torch.bool else additive_allows(mask)
         allowed = keep if allowed is None else allowed & keep
     return allowed

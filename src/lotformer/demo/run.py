@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
 from ..conversion.activations import Activations, LayerInput
 from ..conversion.couplings import CouplingQuality
-from ..conversion.fidelity import Fidelity, fidelity, spearman
+from ..conversion.fidelity import Fidelity, fidelity
 from ..conversion.objectives import dense
 from ..conversion.sites import mechanism_of, require_converted
 from ..conversion.text import embed, text_batches
 from ..data import glue
+from ..experiments.cells import Listener
+from ..experiments.stsb import SentencePairs
 from . import minilm
 from .prose import python_reference
 from .speed import Speed, compare_speed
@@ -64,10 +65,6 @@ class DemoResult:
     calibration_texts: int
     held_back_texts: int
     sts_softmax: float | None
-
-
-Listener = Callable[[str, int, int], None]
-"""Called with what is being done, how far it is, and how far it will go."""
 
 
 def run(
@@ -144,22 +141,22 @@ class _Judge:
         self.tokenizer, self.texts = tokenizer, texts
         self.reference = embed(original, tokenizer, texts)
         self.couplings = text_batches(tokenizer, texts)[::3]
-        self.sts: list[glue.Example] = []
+        self.sts: SentencePairs | None = None
         if data is not None and (data / "glue" / glue.TASKS["stsb"].folder).is_dir():
-            self.sts = glue.load(glue.TASKS["stsb"], "dev", data)
-        self.sts_softmax = self._sts(original) if self.sts else None
+            self.sts = SentencePairs(glue.load(glue.TASKS["stsb"], "dev", data))
+        self.sts_softmax = self._sts(original)
 
     def stage(self, name: str, model: nn.Module, seconds: float) -> Stage:
         quality = conversion.coupling_quality(model, self.couplings)
         assert quality is not None
         stage = Stage(name, fidelity(self.reference, embed(model, self.tokenizer, self.texts)), quality, seconds)
-        if self.sts_softmax is None:
+        score = self._sts(model)
+        if score is None or self.sts_softmax is None:
             return stage
-        return replace(stage, sts_recovered=self._sts(model) / self.sts_softmax)
+        return replace(stage, sts_recovered=score / self.sts_softmax)
 
-    def _sts(self, model: nn.Module) -> float:
-        left, right = (embed(model, self.tokenizer, [e.texts[side] for e in self.sts]) for side in (0, 1))
-        return spearman((left * right).sum(-1), torch.tensor([e.label for e in self.sts]))
+    def _sts(self, model: nn.Module) -> float | None:
+        return None if self.sts is None else self.sts.spearman(self.sts.embed(model, self.tokenizer))
 
 
 @torch.no_grad()

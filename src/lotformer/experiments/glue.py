@@ -1,17 +1,17 @@
 """Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
 
-Each finished cell is a JSON file in the output folder, and a run skips the cells it finds there: an interrupted run
-goes on where it stopped. A score is a percentage of what the softmax model reaches, as in the paper, and always
-stands next to the residual of the couplings that reached it.
+Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
+run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
+of what the softmax model reaches, as in the paper, and always stands next to the residual of the couplings that
+reached it; below the table stands what was spent on it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from .. import conversion
 from ..conversion.objectives import Objective
 from ..data import glue
+from .cells import CellFolder, Listener, machine, stamp
+
+COMMAND = "lotformer experiment glue"
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,6 @@ class Cell:
     seconds: float
 
 
-Listener = Callable[[str, int, int], None]
-
-
 def run(
     checkpoint: str | Path,
     data: Path,
@@ -89,60 +89,121 @@ def run(
     methods: Sequence[str],
     settings: Settings,
     listen: Listener = lambda what, now, total: None,
+    command: str = COMMAND,
 ) -> list[Cell]:
-    """Fill every cell of tasks × methods that is not in `out` yet; returns all of them, softmax first."""
+    """Fill every cell of tasks × methods that is not in `out` yet; returns all of them, softmax first.
+
+    Raises:
+        ValueError: a task or method is unknown, or `out` holds cells of a chosen task with other settings.
+    """
     for chosen, known in ((tasks, list(glue.TASKS)), (methods, list(METHODS))):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
+    stamped = stamp(settings, checkpoint)
+    folders = {task: CellFolder(out / task, _restore, command) for task in tasks}
+    for folder in folders.values():  # at the door, not after hours; cells of other columns share the table
+        for name in ("softmax", *METHODS):
+            folder.find(name, stamped)
     cells = []
-    for task_name in tasks:
-        bench = _Bench(glue.TASKS[task_name], checkpoint, data, out / task_name, settings, listen)
+    for task, folder in folders.items():
+        bench = _Bench(glue.TASKS[task], checkpoint, data, folder, settings, stamped, listen)
         cells.append(bench.softmax())
         cells += [bench.swapped(name, METHODS[name]) for name in methods]
     return cells
 
 
+def report(out: Path) -> str:
+    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
+    cells: list[Cell] = []
+    budgets: dict[str, list[str]] = {}
+    for task in glue.TASKS:
+        folder = CellFolder(out / task, _restore, COMMAND)
+        found = {name: record for name in ("softmax", *METHODS) if (record := folder.record(name)) is not None}
+        if "softmax" not in found:
+            continue
+        cells += [_restore(record["cell"]) for record in found.values()]
+        for record in found.values():
+            tasks = budgets.setdefault(_budget(record), [])
+            if task not in tasks:
+                tasks.append(task)
+        steps = [f"{name} {record['budget']['steps']}" for name, record in found.items() if "budget" in record]
+        if steps:
+            budgets.setdefault(f"fine-tuning steps taken: {', '.join(steps)}", []).append(task)
+    notes = [f"- {', '.join(tasks)}: {text}." for text, tasks in budgets.items()]
+    return "\n".join([table(cells), "", *notes])
+
+
 def table(cells: Sequence[Cell]) -> str:
-    """The paper's Table 4 in Markdown: percent recovered, task by task, with residuals below."""
+    """The paper's Table 4 in Markdown: percent recovered, task by task, with residuals below; "–" is not run yet."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     methods = [m for m in dict.fromkeys(cell.method for cell in cells) if m != "softmax"]
     by_place = {(cell.task, cell.method): cell for cell in cells}
     lines = [f"| | {' | '.join(tasks)} | mean |", f"|---|{'---|' * (len(tasks) + 1)}"]
-    scores = [by_place[task, "softmax"].score for task in tasks]
-    lines.append(f"| softmax, score | {' | '.join(f'{s:.1f}' for s in scores)} | {sum(scores) / len(scores):.1f} |")
+    lines.append(_row("softmax, score", [by_place[task, "softmax"].score for task in tasks]))
     for method in methods:
-        row = [by_place[task, method].recovered for task in tasks]
-        lines.append(f"| {method}, % recovered | {' | '.join(f'{r:.1f}' for r in row)} | {sum(row) / len(row):.1f} |")
+        row = [by_place[task, method].recovered if (task, method) in by_place else None for task in tasks]
+        lines.append(_row(f"{method}, % recovered", row))
     for method in methods:
-        marginals = [_marginals(by_place[task, method]) for task in tasks]
+        marginals = [_marginals(by_place.get((task, method))) for task in tasks]
         lines.append(f"| {method}, residual max; d.s. error mean | {' | '.join(marginals)} | |")
     return "\n".join(lines)
 
 
-def _marginals(cell: Cell) -> str:
+def _row(title: str, values: Sequence[float | None]) -> str:
+    there = [value for value in values if value is not None]
+    mean = sum(there) / len(there) if there and len(there) == len(values) else None
+    shown = ["–" if value is None else f"{value:.1f}" for value in (*values, mean)]
+    return f"| {title} | {' | '.join(shown)} |"
+
+
+def _marginals(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
     residual = "–" if cell.residual_max is None else f"{cell.residual_max:.0e}"
     error = "–" if cell.doubly_stochastic_mean is None else f"{cell.doubly_stochastic_mean:.2f}"
     return f"{residual}; {error}"
+
+
+def _budget(record: Mapping[str, Any]) -> str:
+    s = record["settings"]
+    checkpoint = f"{s['checkpoint']}, " if "checkpoint" in s else ""
+    return (
+        f"{checkpoint}softmax {s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}; "
+        f"after the swap {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs, then "
+        f"{s['swap_epochs']:g} epochs, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}; "
+        f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}; {machine(record)}"
+    )
+
+
+def _restore(plain: dict[str, Any]) -> Cell:
+    return Cell(**plain)
 
 
 class _Bench:
     """One task: its data, its fine-tuned softmax model, and the cells made from it."""
 
     def __init__(
-        self, task: glue.Task, checkpoint: str | Path, data: Path, out: Path, settings: Settings, listen: Listener
+        self,
+        task: glue.Task,
+        checkpoint: str | Path,
+        data: Path,
+        cells: CellFolder[Cell],
+        settings: Settings,
+        stamped: Mapping[str, Any],
+        listen: Listener,
     ) -> None:
         from transformers import AutoTokenizer
 
-        self.task, self.checkpoint, self.out, self.settings, self.listen = task, checkpoint, out, settings, listen
+        self.task, self.checkpoint, self.cells, self.listen = task, checkpoint, cells, listen
+        self.settings, self.stamped = settings, stamped
         self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
         self.train = list(_batches(self.tokenizer, task, glue.load(task, "train", data), settings))
         self.dev = list(_batches(self.tokenizer, task, glue.load(task, "dev", data), settings))
-        out.mkdir(parents=True, exist_ok=True)
 
     def softmax(self) -> Cell:
         """The model everything is compared with, fine-tuned once and kept."""
-        found = self._finished("softmax")
+        found = self.cells.find("softmax", self.stamped)
         if found is not None:
             return found
         start = time.perf_counter()
@@ -150,21 +211,20 @@ class _Bench:
         model = self._model(self.checkpoint)
         steps = min(math.ceil(self.settings.epochs * len(self.train)), self.settings.max_steps)
         self._finetune(model, steps, self.settings.lr, 0.0, "softmax")
-        model.save_pretrained(self.out / "softmax")
+        model.save_pretrained(self.cells.folder / "softmax")
         score = evaluate(model, self.dev, self.task)
-        return self._finish(
-            Cell(self.task.name, "softmax", score, 100.0, None, None, None, time.perf_counter() - start)
-        )
+        seconds = time.perf_counter() - start
+        return self._finish(Cell(self.task.name, "softmax", score, 100.0, None, None, None, seconds), steps)
 
     def swapped(self, name: str, method: Method) -> Cell:
         """The softmax model with another mechanism: calibrated, scored, fine-tuned, scored."""
-        found = self._finished(name)
+        found = self.cells.find(name, self.stamped)
         if found is not None:
             return found
         base = self.softmax().score
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
-        model = self._model(self.out / "softmax")
+        model = self._model(self.cells.folder / "softmax")
         conversion.convert(model, method.mechanism, **method.options)
         if method.objective is not None:
             count = max(5, self.settings.calibration_texts // self.settings.batch_size)
@@ -195,7 +255,8 @@ class _Bench:
                 residual_max=None if quality is None else quality.residual_max,
                 doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
                 seconds=time.perf_counter() - start,
-            )
+            ),
+            steps,
         )
 
     def _model(self, checkpoint: str | Path) -> Any:
@@ -213,19 +274,12 @@ class _Bench:
             mechanism_lr=mechanism_lr,
             freeze_embeddings=False,
             seed=self.settings.seed,
-            checkpoint=self.out / f"{name}.checkpoint",
+            checkpoint=self.cells.begin(name, self.stamped),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),
         )
 
-    def _finished(self, name: str) -> Cell | None:
-        path = self.out / f"{name}.json"
-        return Cell(**json.loads(path.read_text())["cell"]) if path.is_file() else None
-
-    def _finish(self, cell: Cell) -> Cell:
-        record = {"cell": asdict(cell), "settings": asdict(self.settings), "torch": torch.__version__}
-        (self.out / f"{cell.method}.json").write_text(json.dumps(record, indent=1))
-        (self.out / f"{cell.method}.checkpoint").unlink(missing_ok=True)
-        return cell
+    def _finish(self, cell: Cell, steps: int) -> Cell:
+        return self.cells.finish(cell.method, cell, self.stamped, {"steps": steps}, self.settings.seed)
 
 
 @torch.no_grad()

@@ -571,10 +571,11 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
   return weights;
 }
 
-static void backward_head(const Call& c, int64_t b, int64_t h, int workers, Totals totals) {
+static void backward_sample(const Head& head, Totals totals) {
+  const Call& c = *head.call;
   const size_t mark = c.host.mark();
-  Head head = open_head(c, b, h, workers);
   const Measure& p = head.pivots;
+  const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   if (queries.count == 0 || keys.count == 0) {
     clear_gradients(c, b, h, queries, keys);
@@ -620,14 +621,13 @@ static void backward_head(const Call& c, int64_t b, int64_t h, int workers, Tota
   c.host.release(mark);
 }
 
-struct BackwardJob {
+// What every group of samples adds to the gradients of the parameters: summed in a fixed order afterwards.
+struct PartialTotals {
   const Call* call;
-  int64_t groups;
-  int workers;
   float* pivots;     // (groups, heads, rank, dim)
   double* numbers;   // (groups, heads, rank + 1)
 
-  Totals totals(int64_t group, int64_t h) const {
+  Totals of(int64_t group, int64_t h) const {
     const Call& c = *call;
     const int64_t which = group * c.heads + h;
     double* log_masses = numbers + which * (c.rank + 1);
@@ -639,29 +639,16 @@ static void backward(const Call& c) {
   constexpr int64_t kGroups = 16;
   const size_t mark = c.host.mark();
   const Arena arena{&c.host};
-  BackwardJob job{&c, least(c.batch, kGroups), 1, nullptr, nullptr};
-  job.workers = workers_per_head(c, c.heads * job.groups);
-  job.pivots = arena.zeros<float>(job.groups * c.heads * c.rank * c.dim);
-  job.numbers = arena.zeros<double>(job.groups * c.heads * (c.rank + 1));
-  auto body = [](int64_t begin, int64_t end, void* context) {
-    const BackwardJob& j = *static_cast<const BackwardJob*>(context);
-    const size_t outer = j.call->host.mark();
-    j.call->host.scratch(1);  // keeps the stack, and with it the memory, from head to head
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t group = i / j.call->heads, h = i % j.call->heads;
-      for (int64_t b = group; b < j.call->batch; b += j.groups)
-        backward_head(*j.call, b, h, j.workers, j.totals(group, h));
-    }
-    j.call->host.release(outer);
-  };
-  if (job.workers > 1)
-    body(0, job.groups * c.heads, &job);
-  else
-    c.host.parallel(job.groups * c.heads, body, &job);
+  const int64_t groups = least(c.batch, kGroups);
+  const PartialTotals totals{&c, arena.zeros<float>(groups * c.heads * c.rank * c.dim),
+                             arena.zeros<double>(groups * c.heads * (c.rank + 1))};
+  each_head(c, groups, [&](Head& head, int64_t group) {
+    for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.h));
+  });
   for (int64_t h = 0; h < c.heads; h++) {
-    Totals sum = job.totals(0, h);
-    for (int64_t g = 1; g < job.groups; g++) {
-      const Totals part = job.totals(g, h);
+    Totals sum = totals.of(0, h);
+    for (int64_t g = 1; g < groups; g++) {
+      const Totals part = totals.of(g, h);
       for (int64_t x = 0; x < int64_t(c.rank) * c.dim; x++) sum.pivots[x] += part.pivots[x];
       for (int j = 0; j <= c.rank; j++) sum.log_masses[j] += part.log_masses[j];
     }

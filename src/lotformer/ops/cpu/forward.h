@@ -33,10 +33,11 @@ static void write_output(const Head& head, const Tokens& t, const Rows& out, con
   });
 }
 
-static void forward_head(const Call& c, int64_t b, int64_t h, int workers) {
+static void forward_sample(const Head& head) {
+  const Call& c = *head.call;
   const size_t mark = c.host.mark();
-  Head head = open_head(c, b, h, workers);
   const Measure& p = head.pivots;
+  const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   const Rows out = at_head(c.out, c.bf16, b, h), values = at_head(c.values, c.bf16, b, h);
   const int64_t which = b * c.heads + h, size = state_size(c.solver, c.iters, c.rank);
@@ -64,8 +65,7 @@ static void forward_head(const Call& c, int64_t b, int64_t h, int workers) {
     key_sweeps_log(head, keys, values, rows, key_state);
     form[1] = 1;
   }
-  float* collected = head.arena.take<float>(int64_t(p.padded) * head.value_padded);
-  memcpy(collected, head.worker[0].product, sizeof(float) * size_t(p.padded) * size_t(head.value_padded));
+  const float* collected = head.worker[0].product;
   for (int j = 0; j < c.rank; j++)
     memcpy(mixed + int64_t(j) * c.value_dim, collected + int64_t(j) * head.value_padded,
            sizeof(float) * size_t(c.value_dim));
@@ -89,23 +89,41 @@ static int workers_per_head(const Call& c, int64_t heads) {
   return threads;
 }
 
+// Runs body(head, group) for `groups` groups of samples of every head, numbered group by group within a head: what is
+// made of the pivots is made once for all samples that one thread has of a head.
+template <class F>
+static void each_head(const Call& c, int64_t groups, const F& body) {
+  struct Job {
+    const Call* call;
+    const F* body;
+    int64_t groups;
+    int workers;
+  } job{&c, &body, groups, workers_per_head(c, c.heads * groups)};
+  auto run = [](int64_t begin, int64_t end, void* context) {
+    const Job& j = *static_cast<const Job*>(context);
+    const Host& host = j.call->host;
+    const size_t mark = host.mark();
+    host.scratch(1);  // keeps the stack, and with it the memory, from head to head
+    for (int64_t i = begin; i < end;) {
+      const size_t head_mark = host.mark();
+      const int64_t h = i / j.groups, last = least(end, (h + 1) * j.groups);
+      Head head = open_head(*j.call, h, j.workers);
+      for (; i < last; i++) (*j.body)(head, i % j.groups);
+      host.release(head_mark);
+    }
+    host.release(mark);
+  };
+  if (job.workers > 1)
+    run(0, c.heads * groups, &job);
+  else
+    c.host.parallel(c.heads * groups, run, &job);
+}
+
 static void forward(const Call& c) {
-  const int64_t heads = c.batch * c.heads;
-  const int workers = workers_per_head(c, heads);
-  if (workers > 1) {
-    for (int64_t i = 0; i < heads; i++) forward_head(c, i / c.heads, i % c.heads, workers);
-    return;
-  }
-  c.host.parallel(
-      heads,
-      [](int64_t begin, int64_t end, void* context) {
-        const Call& call = *static_cast<const Call*>(context);
-        const size_t mark = call.host.mark();
-        call.host.scratch(1);  // keeps the stack, and with it the memory, from head to head
-        for (int64_t i = begin; i < end; i++) forward_head(call, i / call.heads, i % call.heads, 1);
-        call.host.release(mark);
-      },
-      const_cast<Call*>(&c));
+  each_head(c, c.batch, [](Head& head, int64_t b) {
+    head.b = b;
+    forward_sample(head);
+  });
 }
 
 }  // namespace

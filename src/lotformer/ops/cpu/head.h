@@ -231,11 +231,12 @@ struct Head {
   }
 };
 
-static Head open_head(const Call& c, int64_t b, int64_t h, int workers) {
+// For every sample of the batch: `b` says which one is worked on.
+static Head open_head(const Call& c, int64_t h, int workers) {
   Head head;
   head.call = &c;
   head.arena = Arena{&c.host};
-  head.b = b;
+  head.b = 0;
   head.h = h;
   head.pivots = read_measure(c, h, head.arena);
   head.value_padded = int(round_up(c.value_dim, W));

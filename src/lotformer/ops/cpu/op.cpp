@@ -67,6 +67,9 @@ Tensor with_contiguous_rows(const Tensor& x) {
   return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
 }
 
+// Asking first is much cheaper than a call that finds nothing to do.
+Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
 lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
 lot::Masses masses(const MaybeTensor& x) {
@@ -105,8 +108,8 @@ struct Inputs {
       : q(with_contiguous_rows(q_)),
         k(with_contiguous_rows(k_)),
         v(with_contiguous_rows(v_)),
-        pivots(torch::stable::contiguous(pivots_)),
-        log_masses(torch::stable::contiguous(log_masses_)) {
+        pivots(packed(pivots_)),
+        log_masses(packed(log_masses_)) {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
@@ -123,7 +126,7 @@ struct Inputs {
     expect(v, "v", type, {batch, heads, m, value_dim});
     expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
-    if (temperatures_) temperatures = torch::stable::contiguous(*temperatures_);
+    if (temperatures_) temperatures = packed(*temperatures_);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
     expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
     expect(key_masses, "key_masses", ScalarType::Float, {batch, heads, m});

@@ -88,6 +88,27 @@ struct Add {
 struct Max {
   LOT_INLINE V apply(V a, V b) { return vmax(a, b); }
 };
+struct Min {
+  LOT_INLINE V apply(V a, V b) { return a < b ? a : b; }
+};
+
+// The reduction of all lanes of x, in every lane.
+template <class Op>
+LOT_INLINE V reduce_spread(V x) {
+#if LOT_WIDTH == 16
+  x = Op::apply(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = Op::apply(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = Op::apply(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return Op::apply(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif LOT_WIDTH == 8
+  x = Op::apply(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = Op::apply(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  return Op::apply(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+  x = Op::apply(x, __builtin_shufflevector(x, x, 2, 3, 0, 1));
+  return Op::apply(x, __builtin_shufflevector(x, x, 1, 0, 3, 2));
+#endif
+}
 
 #if LOT_WIDTH == 4
 #define LOT_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)

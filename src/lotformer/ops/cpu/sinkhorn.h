@@ -21,28 +21,31 @@ static float* zero_potential(const Head& head) {
   return g;
 }
 
-struct Extent {
-  float low, high;
+// The scalings of the pivots and the smallest of them.
+struct Scaling {
+  float* b;
+  float low;
 };
 
-static Extent extent(const float* b, int rank) {
-  Extent e{b[0], b[0]};
-  for (int j = 1; j < rank; j++) {
-    e.low = least(e.low, b[j]);
-    e.high = most(e.high, b[j]);
-  }
-  return e;
-}
-
 // New scalings from column sums; false when either leaves the range in which fp32 products are trustworthy.
-static bool rescale(const Measure& p, const double* columns, float previous_low, float* b) {
-  bool sound = true;
-  for (int j = 0; j < p.rank; j++) {
-    sound = sound && columns[j] * previous_low > kLost && columns[j] < 1e30;
-    b[j] = float(p.mass[j] / columns[j]);
+static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
+  V low = splat(kLargest), high = V{};
+  VI sound = low == low;
+  for (int v = 0; v < p.vectors; v++) {
+    V column;
+    for (int t = 0; t < W; t++) column[t] = float(columns[v * W + t]);
+    const VI real = load(p.log_mass + v * W) > 0.5f * kNothing;
+    const V next = load(p.mass + v * W) / column;
+    sound &= ((column * scaling.low > kLost) & (column < 1e30f)) | ~real;
+    low = real && next < low ? next : low;
+    high = real && next > high ? next : high;
+    store(scaling.b + v * W, real ? next : V{});
   }
-  const Extent e = extent(b, p.rank);
-  return sound && e.low > kSmallest && e.high < kLargest && e.high < kRange * e.low;
+  scaling.low = reduce_spread<Min>(low)[0];
+  const float top = reduce_spread<Max>(high)[0];
+  for (int t = 0; t < W; t++)
+    if (!sound[t]) return false;
+  return scaling.low > kSmallest && top < kLargest && top < kRange * scaling.low;
 }
 
 static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const float* base,
@@ -55,7 +58,7 @@ static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i
 static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float* b, float* trace) {
   const Measure& p = head.pivots;
   const float* base = zero_potential(head);
-  float low = 1;
+  Scaling scaling{b, 1};
   for (int sweep = 0; sweep < head.call->iters; sweep++) {
     start_columns(head);
     head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -71,8 +74,7 @@ static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float
       }
     });
     collect_columns(head);
-    if (!rescale(p, head.worker[0].columns, low, b)) return false;
-    low = extent(b, p.rank).low;
+    if (!rescale(p, head.worker[0].columns, scaling)) return false;
     memcpy(trace + int64_t(sweep) * p.rank, b, sizeof(float) * size_t(p.rank));
   }
   return true;
@@ -129,12 +131,12 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
     largest = most(largest, p.mass[j] / head.worker[0].columns[j]);
   }
   for (int j = 0; j < p.rank; j++) head.worker[0].columns[j] *= largest;
-  if (!rescale(p, head.worker[0].columns, 1.f, b)) return false;
+  Scaling scaling{b, 1};
+  if (!rescale(p, head.worker[0].columns, scaling)) return false;
   *origin = float(top - log(largest));
   memcpy(trace, b, sizeof(float) * size_t(p.rank));
   start_products(head, head.value_padded);
   for (int sweep = 1; sweep <= rounds; sweep++) {
-    const float low = extent(b, p.rank).low;
     start_columns(head);
     head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i += kBlock) {
@@ -150,7 +152,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
       }
     });
     collect_columns(head);
-    if (!rescale(p, head.worker[0].columns, low, b)) return false;
+    if (!rescale(p, head.worker[0].columns, scaling)) return false;
     memcpy(trace + int64_t(sweep) * p.rank, b, sizeof(float) * size_t(p.rank));
   }
   collect_products(head, head.value_padded);

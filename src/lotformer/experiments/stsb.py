@@ -1,0 +1,297 @@
+"""STS-B without labels: convert a sentence encoder, calibrate it, fine-tune it, and see what survives at each stage.
+
+Calibration and fine-tuning see the sentences of the training set and no score; sentences that the dev set uses too are
+left out. The halves of dev are reported apart: choices that were made on one half can be checked on the other.
+Every stage of every variant is a cell of its own and leaves its model behind, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import conversion
+from ..conversion.fidelity import spearman
+from ..conversion.text import embed, text_batches
+from ..data import glue
+from .cells import CellFolder, Listener, machine, stamp
+
+COMMAND = "lotformer experiment stsb"
+
+VARIANTS: dict[str, dict[str, Any]] = {"lot": {}, "lot-uniform": {"key_masses": "uniform"}}
+"""Query-aware key masses, which attention sinks need, and uniform ones, which are strictly doubly stochastic."""
+
+STAGES = ("converted", "calibrated", "fine-tuned")
+PARTS = ("first half", "second half", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is spent; no fine-tuning with `finetune_steps` 0. Rates and losses are those of the library."""
+
+    rank: int = 32
+    calibration_texts: int = 2560
+    calibration_steps: int = 250
+    finetune_steps: int = 200
+    batch_size: int = 32
+    max_length: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """One part of the dev set. `cosine` is the mean between converted and original embeddings of its sentences."""
+
+    pairs: int
+    softmax: float
+    spearman: float
+    recovered: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant at one stage. `seconds` is of this stage, None if it was interrupted on the way.
+
+    Couplings are looked at in every fourth batch of dev, short and long sentences alike.
+    """
+
+    variant: str
+    stage: str
+    scores: dict[str, Score]
+    residual_mean: float
+    residual_max: float
+    doubly_stochastic_mean: float
+    doubly_stochastic_max: float
+    seconds: float | None
+
+
+class SentencePairs:
+    """Pairs of sentences with the similarity that people gave them."""
+
+    def __init__(self, examples: Sequence[glue.Example]) -> None:
+        self.texts = [example.texts[side] for example in examples for side in (0, 1)]
+        self.labels = torch.tensor([example.label for example in examples])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def embed(self, model: nn.Module, tokenizer: Any, *, max_length: int = 128) -> Tensor:
+        """Unit embeddings `(pairs, 2, C)`."""
+        return embed(model, tokenizer, self.texts, max_length=max_length).unflatten(0, (-1, 2))
+
+    def spearman(self, embeddings: Tensor, part: slice = slice(None)) -> float:
+        """Rank correlation between the cosine of a pair and its label."""
+        left, right = embeddings[part].unbind(1)
+        return spearman((left * right).sum(-1), self.labels[part])
+
+    def parts(self) -> dict[str, slice]:
+        half = len(self) // 2
+        return dict(zip(PARTS, (slice(half), slice(half, None), slice(None)), strict=True))
+
+
+def run(
+    checkpoint: str | Path,
+    data: Path,
+    out: Path,
+    variants: Sequence[str],
+    settings: Settings,
+    listen: Listener = lambda what, now, total: None,
+    command: str = COMMAND,
+) -> list[Cell]:
+    """Fill every stage of every variant that is not in `out` yet; returns all of them.
+
+    Raises:
+        ValueError: a variant is unknown, or `out` holds cells with other settings.
+    """
+    for name in variants:
+        if name not in VARIANTS:
+            raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
+    stages = STAGES if settings.finetune_steps else STAGES[:-1]
+    stamped = {stage: _settings_of(stage, stamp(settings, checkpoint)) for stage in STAGES}
+    folders = {name: CellFolder(out / name, _restore, command) for name in VARIANTS}
+    # all variants share the table, so all are looked at before the work begins
+    missing = {n for n, folder in folders.items() for stage in stages if folder.find(stage, stamped[stage]) is None}
+    bench: _Bench | None = None
+    for name in variants:
+        if name in missing:
+            bench = bench or _Bench(checkpoint, data, settings, listen)
+            bench.fill(name, folders[name], stages, stamped)
+    cells = [folders[name].find(stage, stamped[stage]) for name in variants for stage in stages]
+    return [cell for cell in cells if cell is not None]
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """A row for each variant and stage: Spearman, percent recovered and embedding cosine on the parts of dev."""
+    softmax = cells[0].scores
+    titles = [f"{part} ({softmax[part].pairs} pairs)" for part in PARTS]
+    lines = [
+        f"| Spearman; % recovered; cosine | {' | '.join(titles)} | residual, mean; max | d.s. error, same | seconds |",
+        "|---|---|---|---|---|---|---|",
+        f"| softmax | {' | '.join(f'{softmax[part].softmax:.4f}' for part in PARTS)} | – | – | – |",
+    ]
+    for cell in cells:
+        scores = [
+            f"{score.spearman:.4f}; {score.recovered:.2f} %; {score.cosine:.4f}"
+            for score in (cell.scores[part] for part in PARTS)
+        ]
+        residual = f"{cell.residual_mean:.0e}; {cell.residual_max:.0e}"
+        error = f"{cell.doubly_stochastic_mean:.2g}; {cell.doubly_stochastic_max:.2g}"
+        seconds = "–" if cell.seconds is None else f"{cell.seconds:.0f}"
+        lines.append(f"| {cell.variant}, {cell.stage} | {' | '.join(scores)} | {residual} | {error} | {seconds} |")
+    return "\n".join(lines)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """Everything stored with the finished cells of a folder, whichever runs made them."""
+    folders = [CellFolder(out / name, _restore, COMMAND) for name in VARIANTS]
+    return [record for folder in folders for stage in STAGES if (record := folder.record(stage)) is not None]
+
+
+def report(out: Path) -> str:
+    """The table of every cell in the folder, and below it what was spent on them."""
+    found = records(out)
+    budgets: dict[str, list[str]] = {}
+    for record in found:
+        place = f"{record['cell']['variant']} {record['cell']['stage']}"
+        budgets.setdefault(_budget(record), []).append(place)
+    notes = [f"- {', '.join(places)}: {text}." for text, places in budgets.items()]
+    return "\n".join([table([_restore(record["cell"]) for record in found]), "", *notes])
+
+
+def calibration_texts(train: Sequence[glue.Example], dev: Sequence[glue.Example], count: int) -> list[str]:
+    """At most `count` different sentences of the training set, evenly spread over it, none of them in the dev set."""
+    kept_back = {text for example in dev for text in example.texts}
+    texts = list(dict.fromkeys(text for example in train for text in example.texts if text not in kept_back))
+    if not texts:
+        raise ValueError(
+            "the training set holds no sentence that the dev set does not hold too: nothing to learn from."
+        )
+    count = min(count, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+class _Bench:
+    """The original model, what it makes of the dev set, and the texts to learn from."""
+
+    def __init__(self, checkpoint: str | Path, data: Path, settings: Settings, listen: Listener) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        task = glue.TASKS["stsb"]
+        train, dev = (glue.load(task, split, data) for split in ("train", "dev"))
+        if len(dev) < 4:
+            raise ValueError(f"the dev set of STS-B has {len(dev)} pairs: too few to rank in two halves.")
+        self.checkpoint, self.settings, self.listen = checkpoint, settings, listen
+        self.load: Callable[[str | Path], Any] = lambda source: AutoModel.from_pretrained(str(source)).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+        self.original = self.load(checkpoint)
+        self.pairs = SentencePairs(dev)
+        listen("softmax: scoring", 0, 1)
+        self.reference = self.pairs.embed(self.original, self.tokenizer, max_length=settings.max_length)
+        self.texts = calibration_texts(train, dev, settings.calibration_texts)
+        self.train, self.dev = (
+            text_batches(self.tokenizer, texts, batch_size=settings.batch_size, max_length=settings.max_length)
+            for texts in (self.texts, self.pairs.texts)
+        )
+
+    def fill(
+        self, variant: str, cells: CellFolder[Cell], stages: Sequence[str], stamped: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Go through the stages; a finished one only hands its model on."""
+        torch.manual_seed(self.settings.seed)
+        start = time.perf_counter()
+        model = self.load(self.checkpoint)
+        conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
+        seconds: float | None = time.perf_counter() - start
+        for stage in stages:
+            place = cells.folder / stage
+            if cells.find(stage, stamped[stage]) is not None:
+                model = model if stage == "converted" else self.load(place)
+                continue
+            progress = cells.begin(stage, stamped[stage])
+            steps = 0
+            if stage != "converted":
+                resumed = progress.exists()
+                spent = self._train(model, variant, stage, progress)
+                seconds, steps = None if resumed else spent.seconds, spent.steps
+                model.save_pretrained(place)
+                self.tokenizer.save_pretrained(place)
+            self.listen(f"{variant}: scoring, {stage}", 0, 1)
+            budget = {"steps": steps, "texts": len(self.texts) if steps else 0}
+            cell = self._measured(model, variant, stage, seconds)
+            cells.finish(stage, cell, stamped[stage], budget, self.settings.seed)
+
+    def _train(
+        self, model: nn.Module, variant: str, stage: str, progress: Path
+    ) -> conversion.CalibrationReport | conversion.FinetuningReport:
+        settings = self.settings
+        if stage == "calibrated":
+            return conversion.calibrate(
+                model,
+                self.train,
+                steps=settings.calibration_steps,
+                seed=settings.seed,
+                checkpoint=progress,
+                on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
+            )
+        return conversion.finetune(
+            model,
+            self.train,
+            teacher=self.original,
+            steps=settings.finetune_steps,
+            seed=settings.seed,
+            checkpoint=progress,
+            on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
+        )
+
+    def _measured(self, model: nn.Module, variant: str, stage: str, seconds: float | None) -> Cell:
+        quality = conversion.coupling_quality(model, self.dev[::4])
+        assert quality is not None
+        assert quality.residual_mean is not None
+        assert quality.residual_max is not None
+        embeddings = self.pairs.embed(model, self.tokenizer, max_length=self.settings.max_length)
+        return Cell(
+            variant=variant,
+            stage=stage,
+            scores={name: self._score(embeddings, part) for name, part in self.pairs.parts().items()},
+            residual_mean=quality.residual_mean,
+            residual_max=quality.residual_max,
+            doubly_stochastic_mean=quality.doubly_stochastic_mean,
+            doubly_stochastic_max=quality.doubly_stochastic_max,
+            seconds=seconds,
+        )
+
+    def _score(self, embeddings: Tensor, part: slice) -> Score:
+        softmax, now = (self.pairs.spearman(e, part) for e in (self.reference, embeddings))
+        return Score(
+            pairs=len(self.pairs.labels[part]),
+            softmax=softmax,
+            spearman=now,
+            recovered=100 * now / softmax,
+            cosine=float((embeddings[part] * self.reference[part]).sum(-1).mean()),
+        )
+
+
+def _settings_of(stage: str, stamped: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings a stage depends on: more fine-tuning leaves what was calibrated as it is."""
+    later = {"converted": ("calibration", "finetune"), "calibrated": ("finetune",), "fine-tuned": ()}[stage]
+    return {name: value for name, value in stamped.items() if not name.startswith(later)}
+
+
+def _budget(record: Mapping[str, Any]) -> str:
+    s = record["settings"]
+    parts = [f"{s['checkpoint']}, rank {s['rank']}"]
+    if record["budget"]["steps"]:
+        parts.append(f"{record['budget']['steps']} steps on {record['budget']['texts']} texts without labels")
+    parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}")
+    return "; ".join([*parts, machine(record)])
+
+
+def _restore(plain: dict[str, Any]) -> Cell:
+    return Cell(**{**plain, "scores": {name: Score(**score) for name, score in plain["scores"].items()}})
