@@ -57,7 +57,7 @@ def wrong_backends(monkeypatch):
 def test_runtime_writes_every_point_and_a_figure(tmp_path, backward):
     output = invoke(
         "bench", "runtime", "--mechanisms", "softmax,local,lot", "--ranks", "4,8", "--min-n", "16", "--max-n", "64",
-        "--heads", "2", "--head-dim", "8", "--threads", "1", "--seconds", "0", "--output", str(tmp_path / "out"),
+        "--heads", "2", "--head-dim", "8", "--threads", "1", "--seconds", "0", "--json", str(tmp_path / "out.json"),
         *(["--backward"] if backward else []),
     )  # fmt: skip
     result = load(tmp_path / "out.json")
@@ -77,7 +77,8 @@ def test_runtime_writes_every_point_and_a_figure(tmp_path, backward):
 def test_runtime_says_what_it_left_out(tmp_path):
     output = invoke(
         "bench", "runtime", "--mechanisms", "softmax,local", "--min-n", "16", "--max-n", "64", "--heads", "1",
-        "--head-dim", "8", "--threads", "1", "--seconds", "0", "--time-limit", "0", "--output", str(tmp_path / "out"),
+        "--head-dim", "8", "--threads", "1", "--seconds", "0", "--time-limit", "0",
+        "--json", str(tmp_path / "out.json"),
     )  # fmt: skip
     assert "softmax: left out from N=32: about 0 s a call, limit 0 s" in output
     skipped = {p["n"]: p["skipped"] for p in load(tmp_path / "out.json")["points"] if p["label"] == "softmax"}
@@ -98,7 +99,7 @@ def test_the_comparison_with_sdpa_gives_ratios_on_the_target_shapes(tmp_path):
     path = tmp_path / "out.json"
     invoke(
         "bench", "runtime", "--against", "sdpa", "--max-n", "200", "--threads", "1", "--seconds", "0",
-        "--output", str(path),
+        "--json", str(path),
     )  # fmt: skip
     (comparison,) = load(path)["comparisons"]
     assert comparison["shape"] == {"n": 197, "batch": 16, "heads": 3, "head_dim": 64}
@@ -109,19 +110,34 @@ def test_the_comparison_with_sdpa_gives_ratios_on_the_target_shapes(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "command", "blamed"),
     [
-        ("wrong", ["runtime", "--mechanisms", "lot", "--ranks", "4"], "the output"),
-        ("wrong", ["runtime", "--against", "sdpa"], "the output"),
-        ("wrong", ["roofline"], "the output"),
-        ("wrong", ["memory"], "the output"),
-        ("wrong_gradient", ["runtime", "--mechanisms", "lot", "--ranks", "4", "--backward"], "the gradient of q"),
-        ("wrong_gradient", ["roofline"], "the gradient of q"),
+        ("wrong", ["bench", "runtime", "--mechanisms", "lot", "--ranks", "4"], "the output"),
+        ("wrong", ["bench", "runtime", "--against", "sdpa"], "the output"),
+        ("wrong", ["bench", "roofline"], "the output"),
+        ("wrong", ["bench", "memory"], "the output"),
+        ("wrong", ["zoo"], "the output"),
+        (
+            "wrong_gradient",
+            ["bench", "runtime", "--mechanisms", "lot", "--ranks", "4", "--backward"],
+            "the gradient of q",
+        ),
+        ("wrong_gradient", ["bench", "roofline"], "the gradient of q"),
+        ("wrong_gradient", ["zoo"], "the gradient of q"),
     ],
-    ids=["runtime", "against-sdpa", "roofline", "memory", "runtime-gradient", "roofline-gradient"],
+    ids=[
+        "runtime",
+        "against-sdpa",
+        "roofline",
+        "memory",
+        "zoo",
+        "runtime-gradient",
+        "roofline-gradient",
+        "zoo-gradient",
+    ],
 )
 def test_a_kernel_that_disagrees_with_the_reference_is_not_timed(wrong_backends, tmp_path, backend, command, blamed):
     path = tmp_path / "out.json"
     output = invoke(
-        "bench", *command, "--backend", backend, "--threads", "1", "--output", str(path), code=1
+        *command, "--backend", backend, "--threads", "1", "--json", str(path), code=1
     )  # fmt: skip
     assert f"backend '{backend}' disagrees with the fp64 reference" in output
     assert blamed in output
@@ -146,7 +162,7 @@ def test_memory_reports_saved_and_peak_bytes_against_sdpa(tmp_path):
     path = tmp_path / "out.json"
     invoke(
         "bench", "memory", "--min-n", "2048", "--max-n", "2048", "--rank", "8", "--head-dim", "16", "--threads", "1",
-        "--output", str(path),
+        "--json", str(path),
     )  # fmt: skip
     points = {p["label"]: p for p in load(path)["points"]}
     assert set(points) == {"sdpa", "lot r=8"}
@@ -180,7 +196,7 @@ def test_a_measuring_process_that_fails_is_reported():
 def test_roofline_compares_with_a_matrix_product(tmp_path):
     path = tmp_path / "out.json"
     invoke(
-        "bench", "roofline", "--max-n", "200", "--rank", "8", "--threads", "1", "--seconds", "0", "--output", str(path)
+        "bench", "roofline", "--max-n", "200", "--rank", "8", "--threads", "1", "--seconds", "0", "--json", str(path)
     )
     points = load(path)["points"]
     assert [p["direction"] for p in points] == ["forward", "forward + backward"]
@@ -198,12 +214,34 @@ def test_zoo_prints_and_writes_a_row_for_every_mechanism(tmp_path):
     )  # fmt: skip
     rows = {row["name"]: row for row in load(path)["rows"]}
     assert list(rows) == ["softmax", "lot", "bigbird"]
-    assert rows["lot"]["doubly_stochastic"]
+    assert [rows[name]["doubly_stochastic"] for name in rows] == [None, "converged", None]
+    assert [rows[name]["time"] for name in rows] == ["n²", "n", "n"]
     assert rows["lot"]["parameters"] == 2 * 32 * (8 + 1)
     assert set(rows["lot"]["milliseconds"]) == {"32", "64"}
     assert set(rows["softmax"]["milliseconds"]) == {"32"}
     assert rows["softmax"]["flops"] == {"32": 2 * 4 * 32 * 32 * 8, "64": 2 * 4 * 64 * 64 * 8}
-    assert "self-attention" in next(line for line in output.splitlines() if "bigbird" in line)
+    assert next(line for line in output.splitlines() if "bigbird" in line).rstrip().endswith("N=M")
+
+
+def test_the_zoo_fits_into_a_hundred_columns():
+    """Nothing is cut off: every mechanism has its line, ended by what it needs."""
+    names = ["linear-transformer", "espformer-hard", "synthesizer", "enhanced", "deltanet"]
+    output = CliRunner().invoke(
+        app,
+        ["zoo", "--mechanisms", ",".join(names), "--n", "36", "--long", "64", "--heads", "1", "--head-dim", "8",
+         "--threads", "1", "--seconds", "0"],
+        catch_exceptions=False,
+        env={"COLUMNS": "100"},
+    ).output  # fmt: skip
+    lines = [line.rstrip() for line in output.splitlines()]
+    assert max(map(len, lines)) <= 100
+    assert "…" not in output
+    found = [next(line for line in lines if line.strip().startswith(f"{name} ")) for name in names]
+    ends = ["", "N=M", "length", "N=M, grid", "N=M"]
+    assert [line.endswith(end) for line, end in zip(found, ends, strict=True)] == [True] * 5
+    assert "n log n" in found[1]
+    assert "exact" in found[1]
+    assert "deltanet: causal with bidirectional=False" in output
 
 
 @pytest.mark.parametrize("command", [("bench", "runtime", "--threads"), ("bench", "memory", "--heads"), ("zoo", "--n")])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lotformer.cli import app
@@ -18,6 +19,22 @@ def test_help_names_the_commands():
     assert result.exit_code == 0
     for command in ("doctor", "figures"):
         assert command in result.output
+
+
+def options(group):
+    """Every option of every command: its name and the first word of its help."""
+    for command in group.commands.values():
+        if hasattr(command, "commands"):
+            yield from options(command)
+        else:
+            yield from ((option.name, (getattr(option, "help", None) or "-").split()[0]) for option in command.params)
+
+
+def test_commands_say_where_to_write_by_the_same_words():
+    """`--out` is a folder, `--json` a file, and nothing else is written to."""
+    found = set(options(typer.main.get_command(app)))
+    words = {"out", "output", "json", "file", "folder", "path", "save", "figure"}
+    assert {(name, kind) for name, kind in found if name in words} == {("out", "Folder"), ("json", "File")}
 
 
 def test_doctor_tells_versions_devices_and_backends():

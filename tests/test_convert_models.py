@@ -146,10 +146,6 @@ def test_any_mechanism_goes_in_by_name(name):
     entry = attention.entry(name)
     model, batch = torch_encoder(), torch.randn(2, 16, 24)
     options = {"max_length": 16} if entry.fixed_length else {}
-    if entry.causal_only:
-        with pytest.raises(ValueError, match="order of tokens"):
-            lotformer.convert(model, name)
-        return
     report = lotformer.convert(model, name, **options)
     assert len(report.converted) == 2
     assert output(model, batch).isfinite().all()
@@ -184,6 +180,14 @@ class TestFastPath:
 
 
 class TestRefusals:
+    @pytest.mark.parametrize("name", ["deltanet", "mamba2"])
+    def test_a_recurrent_mechanism_without_its_backward_pass(self, name):
+        model, batch = torch_encoder(), torch.randn(2, 9, 24)
+        before = output(model, batch)
+        with pytest.raises(ValueError, match=f"'{name}' with bidirectional=False only looks back"):
+            lotformer.convert(model, name, bidirectional=False)
+        assert torch.equal(output(model, batch), before)
+
     def test_a_causal_model_by_name_and_reason(self):
         config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=3, vocab_size=60, bos_token_id=1, eos_token_id=2)
         with pytest.raises(ValueError, match=r"GPT2Model.*2 × GPT2Attention: it is causal"):

@@ -1,4 +1,4 @@
-"""Promise 3: the plans are the optimal transport plans that POT finds, and finite T is plain Sinkhorn."""
+"""Promise 3: the plans are the transport plans that POT finds, and finite T is plain Sinkhorn."""
 
 from __future__ import annotations
 
@@ -101,3 +101,13 @@ def test_low_rank_transport_is_never_dearer_than_transport_through_our_pivots():
         theirs = ((Q / g) @ R.T * cost).sum()
         np.testing.assert_allclose(((Q / g) @ R.T).sum(), 1, atol=1e-6)
         assert theirs <= ours + 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 4.0])
+def test_hard_espformer_is_the_expected_sliced_plan_of_pot(temperature):
+    n, d = 11, 5
+    q, k = torch.randn(2, 1, 1, n, d, dtype=torch.float64)
+    ours = lotformer.attention.attention_matrix("espformer-hard", q, k, temperature=temperature)[0, 0]
+    points = (x[0, 0].numpy() * d**-0.5 for x in (q, k))
+    theirs, _ = ot.sliced.expected_sliced_plan(*points, projections=np.eye(d), metric="sqeuclidean", beta=temperature)
+    np.testing.assert_allclose(ours, n * theirs, atol=1e-14)

@@ -238,16 +238,27 @@ def test_quantum_ds_is_doubly_stochastic(n):
     assert_equal(torch.ones(2, HEADS, n, dtype=q.dtype), matrix.sum(-2))
 
 
-def test_quantum_ds_is_the_squared_factor_of_gram_schmidt():
-    q, k, v = tokens(1, 9)
-    scores = q @ k.mT * DIM**-0.5 + torch.eye(9, dtype=q.dtype)
+@pytest.mark.parametrize(("n", "ridge"), [(9, 1.0), (5, 0.0)], ids=["with a ridge", "as published"])
+def test_quantum_ds_is_the_squared_factor_of_gram_schmidt(n, ridge):
+    q, k, v = tokens(1, n)
+    scores = q @ k.mT * DIM**-0.5 + ridge * torch.eye(n, dtype=q.dtype)
     columns: list[Tensor] = []
-    for j in range(9):
+    for j in range(n):
         column = scores[..., j]
         for other in columns:
             column = column - (column * other).sum(-1, keepdim=True) * other
         columns.append(F.normalize(column, dim=-1))
-    assert_equal(torch.stack(columns, -1).square() @ v, make("quantum-ds")(q, k, v), 1e-8)
+    assert_equal(torch.stack(columns, -1).square() @ v, make("quantum-ds", ridge=ridge)(q, k, v), 1e-8)
+
+
+def test_quantum_ds_as_published_honours_padding_and_refuses_scores_without_full_rank():
+    q, k, v = tokens(1, 5)
+    mask = torch.tensor([[True, False, True, True, False]])
+    model = make("quantum-ds", ridge=0.0)
+    kept = [x[:, :, mask[0]] for x in (q, k, v)]
+    assert_equal(model(*kept), model(q, k, v, mask, mask)[:, :, mask[0]], 1e-9)
+    with pytest.raises(ValueError, match=f"at most head_dim={DIM} tokens, got {DIM + 1}"):
+        model(*tokens(1, DIM + 1))
 
 
 def test_low_rank_transport_has_the_marginals_and_the_rank():

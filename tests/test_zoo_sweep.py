@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ SMALL: dict[str, dict[str, object]] = {
 # of padding. Fixed-length mechanisms are not among them: their tables are read from the first row.
 PADDING_IS_NOT_TRUNCATION: dict[str, str] = {}
 
-# options under which entries that promise double stochasticity have converged to it
+# options under which mechanisms that iterate towards double stochasticity have arrived
 CONVERGED: dict[str, dict[str, object]] = {
     "sinkformer": {"half_steps": 401},
     "lowrank-ot": {"inner_steps": 200},
@@ -255,17 +256,37 @@ def test_half_precision_modules_run_on_half_precision_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_declared_cost_grows_as_the_entry_says(name: str) -> None:
     entry = attention.entry(name)
-    near, far = entry.cost(1 << 16, 64), entry.cost(1 << 17, 64)
+    near, far = entry.cost(1 << 10, 64), entry.cost(1 << 20, 64)
     assert near.flops > 0
     assert near.bytes > 0
-    if entry.linear:
-        assert far.flops < 2.2 * near.flops  # leaves room for a logarithm
-    else:
-        assert far.flops > 3.5 * near.flops
+    exponent = math.log(far.flops / near.flops, 1 << 10)
+    least, most = {"n": (0, 1), "n log n": (1.001, 1.12), "n²": (1.97, 2), "n³": (2.97, 3)}[entry.time]
+    assert least <= exponent <= most + 1e-9
+    assert entry.linear == (exponent < 1.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_sees_the_ones_after_it_unless_the_entry_names_the_option_that_forbids_it(name: str) -> None:
+    def sees_the_last(module: Attention) -> bool:
+        q, k, v = tokens(1, 3, lengths(name)[1])
+        v.requires_grad_()
+        (gradient,) = torch.autograd.grad(run(module, q, k, v)[:, :, :-1].sum(), v)
+        return bool(gradient[:, :, -1].any())
+
+    module = build(name)
+    assert not module.is_causal
+    assert sees_the_last(module)
+    option = attention.entry(name).causal_only
+    if option is not None:
+        key, value = option.split("=")
+        causal = build(name, **{key: {"False": False}[value]})
+        assert causal.is_causal
+        assert not sees_the_last(causal)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if attention.entry(name).doubly_stochastic])
 def test_rows_and_columns_sum_to_one_where_the_entry_promises_it(name: str) -> None:
+    assert (name in CONVERGED) == (attention.entry(name).doubly_stochastic == "converged")
     module = build(name, **CONVERGED.get(name, {}))
     q, k, _ = tokens(2, 3, lengths(name)[1])
     found = attention.diagnose(module, q, k)

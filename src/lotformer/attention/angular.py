@@ -55,7 +55,7 @@ ENTRY = Entry(
     summary="Linear terms of the angular kernel, and a convolution.",
     citation="You et al. 2023, Castling-ViT: Compressing Self-Attention via Switching Towards Linear-Angular Attention",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
     needs_equal_lengths=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,11 @@ class Attention(nn.Module, ABC):
     ) -> Tensor:
         """What the mechanism does; `forward` has checked the arguments and there is at least one token a side."""
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether this instance lets a token see only those before it."""
+        return False
+
     def why_equal_lengths(self) -> str | None:
         """Why this instance is defined for self-attention only, or None if it is not."""
         return None
@@ -86,6 +92,10 @@ class Attention(nn.Module, ABC):
             require_equal_lengths(q, k, name, reason)
 
 
+Growth = Literal["n", "n log n", "n²", "n³"]
+Promise = Literal["exact", "converged"]
+
+
 @dataclass(frozen=True)
 class Cost:
     """Work of one head on one sample: floating-point operations and bytes moved or held (fp32)."""
@@ -98,7 +108,9 @@ class Cost:
 class Entry:
     """A mechanism as the registry knows it: how to build it and what it promises.
 
-    `cost(n, d, **options)` takes the sequence length, the head dimension and the mechanism's own options.
+    `cost(n, d, **options)` takes the sequence length, the head dimension and the mechanism's own options. What
+    depends on options is said for the defaults. An "exact" promise always holds; "converged" mechanisms iterate
+    towards it, and how near they come depends on the number of iterations.
     """
 
     name: str
@@ -106,11 +118,16 @@ class Entry:
     summary: str
     citation: str
     cost: Callable[..., Cost]
-    linear: bool = False  # time grows linearly with the number of tokens
-    doubly_stochastic: bool = False  # rows and columns of the matrix sum to one
+    time: Growth = "n²"  # how time grows with the number of tokens
+    doubly_stochastic: Promise | None = None  # rows and columns of the matrix sum to one
     is_matrix: bool = True  # the output is (a matrix that depends on q and k only) @ v
-    causal_only: bool = False  # defined along the order of tokens
+    causal_only: str | None = None  # the option with which it only looks back; without it, it looks both ways
     stochastic: bool = False  # draws random numbers in forward, at evaluation too
     fixed_length: bool = False  # has parameters tied to a maximal length
     needs_equal_lengths: bool = False  # N = M: self-attention only
     needs_grid: bool = False  # 2-D parts: tokens must form a grid
+
+    @property
+    def linear(self) -> bool:
+        """Whether time grows linearly with the number of tokens, up to a logarithm."""
+        return self.time in ("n", "n log n")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import attend_blocks, fused_softmax, into_blocks, mask_into_blocks
+from .blocks import attend_blocks, into_blocks, mask_into_blocks
 from .masking import require_equal_lengths, zero_padding
 
 _PLAN_PERIOD = 4096  # rows of the stored random plan; longer sequences use it again
@@ -112,6 +113,6 @@ ENTRY = Entry(
     summary="Block-sparse softmax: a window, two global blocks and a few random ones.",
     citation="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -55,5 +55,5 @@ ENTRY = Entry(
     summary="ReLU kernel with a cosine weight of the distance.",
     citation="Qin et al. 2022, cosFormer: Rethinking Softmax in Attention",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..nn.short_conv import ShortConv
 from .base import Attention, Cost, Entry
-from .fused import into_blocks
+from .blocks import into_blocks
 from .masking import require_equal_lengths, zero_padding
 from .recurrent import lower_triangle, require_value_width, run_directions
 
@@ -45,6 +45,10 @@ class DeltaNet(Attention):
         channels = num_heads * head_dim
         self.convs = None if conv_size is None else nn.ModuleList(ShortConv(channels, conv_size) for _ in range(3))
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.bidirectional
 
     def attend(
         self,
@@ -122,8 +126,8 @@ ENTRY = Entry(
     summary="The delta rule in chunks: a recurrent memory that overwrites; run from both ends by default.",
     citation="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule over Sequence Length",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
-    causal_only=True,
+    causal_only="bidirectional=False",
     needs_equal_lengths=True,
 )

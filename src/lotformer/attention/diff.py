@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import fused_softmax
 from .masking import zero_padding
 
 

@@ -37,5 +37,5 @@ ENTRY = Entry(
     summary="Softmax over features of queries and over tokens of keys.",
     citation="Shen et al. 2021, Efficient Attention: Attention with Linear Complexities",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -58,7 +58,7 @@ ENTRY = Entry(
     citation="Cai et al. 2022, EfficientViT: Enhanced Linear Attention for High-Resolution Low-Computation Visual "
     "Recognition",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
     needs_equal_lengths=True,
     needs_grid=True,

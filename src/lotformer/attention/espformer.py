@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -12,15 +10,20 @@ from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real, shared_mask, zero_padding
 
-# elements of one temporary: slices are worked off in groups of at most this size, and recomputed in the backward
-GROUP_ELEMENTS = 1 << 24
+# elements of one temporary: slices are worked off in groups of at most this size, and recomputed in the backward.
+# Small enough to be used again by the allocator: fresh pages for larger ones cost more than the arithmetic.
+GROUP_ELEMENTS = 1 << 21
 
 
 class SlicedPlans(CleanAttention):
     """What soft and hard sorting share: `A = Σ_l w_l G_l`, `w = softmax_l(−temperature · ⟨C, G_l⟩ / N)`.
 
-    Slices are the D coordinate axes of `x = D^-1/2 q` and `y = D^-1/2 k`, C holds the distances `|x_i − y_j|`, and
-    `G_l` matches sorted queries with sorted keys. Both belong to the same tokens, so that either mask speaks for both.
+    Slices are the D coordinate axes of `x = D^-1/2 q` and `y = D^-1/2 k`, C holds the squared distances
+    `|x_i − y_j|²`, and `G_l` matches sorted queries with sorted keys. Both belong to the same tokens, so that either
+    mask speaks for both.
+
+    The cost of a plan is its transport cost of order p = 2. Public code takes p = 1 and sums over tokens instead of
+    averaging: such costs of soft plans do not factorise and take n³ operations a slice.
 
     Args:
         temperature: inverse temperature of the slices' weights; 0 is their mean.
@@ -47,8 +50,7 @@ class ESPFormer(SlicedPlans):
     after the other, so that memory stays near two n×n matrices a group instead of D of them.
 
     Args:
-        tau: temperature of the sort. temperature: inverse temperature of the slices' weights; 0 is their mean and
-            spares the n³ products that the costs of soft plans take.
+        tau: temperature of the sort. temperature: inverse temperature of the slices' weights; 0 is their mean.
     """
 
     def __init__(self, head_dim: int, num_heads: int, *, tau: float = 1e-3, temperature: float = 0.1) -> None:
@@ -70,17 +72,14 @@ class ESPFormer(SlicedPlans):
         q, k, v = zero_padding(q, mask), zero_padding(k, mask), zero_padding(v, mask)
         batch, heads, length, dim = q.shape
         x, y = q * dim**-0.5, k * dim**-0.5
-        # not by the expansion of the square, which is wrong where it matters: at small distances
-        exact = "donot_use_mm_for_euclid_dist"
-        distances = torch.cdist(x, y, compute_mode=exact) if self.temperature > 0 else None
         group = max(1, GROUP_ELEMENTS // max(1, batch * heads * length * length))
         mixed, costs = [], []
-        for x_group, y_group in zip(x.mT.split(group, 2), y.mT.split(group, 2), strict=True):
-            run: Callable[..., tuple[Tensor, Tensor]] = self._slices
+        x_axes, y_axes = x.mT.contiguous(), y.mT.contiguous()
+        for x_group, y_group in zip(x_axes.split(group, 2), y_axes.split(group, 2), strict=True):
             if torch.is_grad_enabled() and group < dim:
-                out, cost = checkpoint(run, x_group, y_group, v, distances, mask, use_reentrant=False)
+                out, cost = checkpoint(self._slices, x_group, y_group, x, y, v, mask, use_reentrant=False)
             else:
-                out, cost = run(x_group, y_group, v, distances, mask)
+                out, cost = self._slices(x_group, y_group, x, y, v, mask)
             mixed.append(out)
             costs.append(cost)
         weights = self._weights(torch.cat(costs, 2) / count_real(q, mask)[..., 0])
@@ -88,31 +87,49 @@ class ESPFormer(SlicedPlans):
 
     def _slices(
         self,
+        x_slices: Tensor,
+        y_slices: Tensor,
         x: Tensor,
         y: Tensor,
         v: Tensor,
-        distances: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`G_l v (B, H, L, N, Dv)` and `⟨C, G_l⟩ (B, H, L)` for a group of slices `(B, H, L, N)`."""
-        sort_x, sort_y = self._soft_sort(x, mask), self._soft_sort(y, mask)
-        mixed = sort_x.mT @ _all_slices(sort_y, v)
-        if distances is None:
+        """`G_l v (B, H, L, N, Dv)` and `⟨C, G_l⟩ (B, H, L)` for a group of slices `(B, H, L, N)`.
+
+        Rows of soft permutations sum to one, so that the cost falls apart into sums over the sorted places m,
+
+            ⟨C, PᵀR⟩ = Σ_m (P |x|²)_m + (R |y|²)_m − 2 (P x)_m · (R y)_m
+
+        which takes products of permutations with tokens and never one with another.
+        """
+        sort_x, sort_y = self._soft_sort(x_slices, mask), self._soft_sort(y_slices, mask)
+        if self.temperature == 0:
+            mixed = sort_x.mT @ _all_slices(sort_y, v)
             return mixed, mixed.new_zeros(mixed.shape[:3])
-        return mixed, (_all_slices(sort_x, distances) * sort_y).sum((-1, -2))
+        dim = x.shape[-1]
+        sorted_x = _all_slices(sort_x, torch.cat([x, _square(x)], -1))
+        sorted_y, sorted_v = _all_slices(sort_y, torch.cat([y, _square(y), v], -1)).split([dim + 1, v.shape[-1]], -1)
+        squares = sorted_x[..., dim] + sorted_y[..., dim]
+        products = (sorted_x[..., :dim] * sorted_y[..., :dim]).sum(-1)
+        return sort_x.mT @ sorted_v, (squares - 2 * products).sum(-1)
 
     def _soft_sort(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Soft permutations `(B, H, L, N, N)` of `x (B, H, L, N)`: real tokens first, no row or column for padding."""
+        x = x * self.tau**-0.5
         if mask is None:
-            ordered = x.sort(-1, descending=True).values
-            return (-(ordered[..., :, None] - x[..., None, :]).square() / self.tau).softmax(-1)
+            return _nearest(x.sort(-1, descending=True).values, x).softmax(-1)
         padding = ~mask[:, None, None]
         places = torch.arange(x.shape[-1], device=x.device)
         in_use = (places < mask.sum(-1, keepdim=True))[:, None, None]
         ordered = x.masked_fill(padding, -torch.inf).sort(-1, descending=True).values.masked_fill(~in_use, 0.0)
-        scores = -(ordered[..., :, None] - x[..., None, :]).square() / self.tau
-        soft = scores.masked_fill(padding[..., None, :], torch.finfo(x.dtype).min).softmax(-1)
-        return soft * in_use[..., None]
+        scores = _nearest(ordered, x).masked_fill(padding[..., None, :], torch.finfo(x.dtype).min)
+        return scores.softmax(-1) * in_use[..., None]
+
+
+def _nearest(ordered: Tensor, x: Tensor) -> Tensor:
+    """`−(ordered_m − x_i)²`, `(B, H, L, N, N)`, in two passes over memory: soft sorting spends its time on those."""
+    difference = ordered[..., :, None] - x[..., None, :]
+    return torch.addcmul(x.new_zeros(()), difference, difference, value=-1)
 
 
 def _all_slices(permutations: Tensor, x: Tensor) -> Tensor:
@@ -120,10 +137,14 @@ def _all_slices(permutations: Tensor, x: Tensor) -> Tensor:
     return (permutations.flatten(2, 3) @ x).unflatten(2, permutations.shape[2:4])
 
 
+def _square(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True)
+
+
 def cost(n: int, d: int, *, temperature: float = 0.1, **_: object) -> Cost:
-    """D pairs of soft permutations, applied to the values, and their n³ costs if those weigh the slices."""
+    """D pairs of soft permutations, applied to the values, and to queries and keys if costs weigh the slices."""
     plans = d * (12.0 * n * n + 4.0 * n * n * d)
-    costs = 2.0 * d * float(n) ** 3 if temperature > 0 else 0.0
+    costs = d * 4.0 * n * n * (d + 1.0) if temperature > 0 else 0.0
     return Cost(flops=plans + costs, bytes=16.0 * n * d + 4.0 * n * d * d + 12.0 * n * n)
 
 

@@ -67,5 +67,5 @@ ENTRY = Entry(
     summary="Learned exponential features that imitate softmax.",
     citation="Zhang et al. 2024, The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -28,11 +28,11 @@ class Hydra(CleanAttention):
             raise ValueError(
                 f"Hydra multiplies keys and values: expected values of {self.head_dim}, got {v.shape[-1]}."
             )
-        return _unit(q) * (_unit(k) * v).sum(2, keepdim=True)
+        return q * _per_length(q) * (k * (v * _per_length(k))).sum(2, keepdim=True)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x / vector_norm(x, dim=(1, 3), keepdim=True).clamp_min(1e-12)
+def _per_length(x: Tensor) -> Tensor:
+    return vector_norm(x, dim=(1, 3), keepdim=True).clamp_min(1e-12).reciprocal()
 
 
 def cost(n: int, d: int, **_: object) -> Cost:
@@ -45,6 +45,6 @@ ENTRY = Entry(
     summary="One head per channel: products of vectors only.",
     citation="Bolya et al. 2022, Hydra Attention: Efficient Attention with Many Heads",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
 )

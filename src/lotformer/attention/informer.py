@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import fused_softmax, into_blocks
+from .blocks import into_blocks
 from .masking import zero_padding
 
 _LONGEST = 2**24
@@ -113,8 +114,8 @@ def cost(n: int, d: int, *, factor: int = 5, **_: object) -> Cost:
 ENTRY = Entry(
     name="informer",
     build=Informer,
-    summary="ProbSparse: softmax for the most selective queries, the mean for the rest; linear up to a logarithm.",
+    summary="ProbSparse: softmax for the most selective queries, the mean for the rest.",
     citation="Zhou et al. 2021, Informer: Beyond Efficient Transformer for Long Sequence Time-Series Forecasting",
     cost=cost,
-    linear=True,
+    time="n log n",
 )

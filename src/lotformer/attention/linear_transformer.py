@@ -39,5 +39,5 @@ ENTRY = Entry(
     summary="Kernel attention with the feature map elu + 1.",
     citation="Katharopoulos et al. 2020, Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -68,6 +68,6 @@ ENTRY = Entry(
     summary="Softmax over learned combinations of the keys.",
     citation="Wang et al. 2020, Linformer: Self-Attention with Linear Complexity",
     cost=cost,
-    linear=True,
+    time="n",
     fixed_length=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .base import Attention, Cost, Entry
-from .fused import attend_blocks, into_blocks, mask_into_blocks
+from .blocks import attend_blocks, into_blocks, mask_into_blocks
 from .masking import require_equal_lengths, zero_padding
 
 
@@ -51,6 +51,6 @@ ENTRY = Entry(
     summary="Softmax inside non-overlapping blocks of tokens.",
     citation="Tay et al. 2021, Long Range Arena (local attention)",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .fused import attend_blocks, fused_softmax, into_blocks
+from .blocks import attend_blocks, into_blocks
 from .masking import require_equal_lengths, zero_padding
 
 
@@ -114,6 +115,6 @@ ENTRY = Entry(
     summary="Softmax in a sliding window, with optional global tokens in front.",
     citation="Beltagy et al. 2020, Longformer: The Long-Document Transformer",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

@@ -180,6 +180,6 @@ ENTRY = Entry(
     summary="Two entropic transport plans glued at a learned pivot measure.",
     citation="Shahbazi et al. 2026, LOTFormer: Doubly-Stochastic Linear Attention via Low-Rank Optimal Transport",
     cost=cost,
-    linear=True,
-    doubly_stochastic=True,
+    time="n",
+    doubly_stochastic="converged",
 )

@@ -156,6 +156,6 @@ ENTRY = Entry(
     summary="A coupling of queries and keys optimised at low rank by mirror descent, for every input anew.",
     citation="Scetbon, Cuturi & Peyré 2021, Low-Rank Sinkhorn Factorization",
     cost=cost,
-    linear=True,
-    doubly_stochastic=True,
+    time="n",
+    doubly_stochastic="converged",
 )

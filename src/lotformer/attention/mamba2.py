@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.short_conv import ShortConv
 from .base import Attention, Cost, Entry
-from .fused import into_blocks
+from .blocks import into_blocks
 from .masking import require_equal_lengths, zero_padding
 from .recurrent import lower_triangle, require_value_width, run_directions
 
@@ -54,6 +54,10 @@ class Mamba2(Attention):
         self.convs = None if conv_size is None else nn.ModuleList(ShortConv(channels, conv_size) for _ in range(3))
         self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
         self.gate = nn.Parameter(head_dim**-0.5 * torch.randn(num_heads, head_dim, head_dim)) if gate and norm else None
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.bidirectional
 
     def attend(
         self,
@@ -135,8 +139,8 @@ ENTRY = Entry(
     summary="Mamba-2's state space in chunks: a decaying recurrent memory; run from both ends by default.",
     citation="Dao & Gu 2024, Transformers are SSMs: Generalized Models and Efficient Algorithms",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
-    causal_only=True,
+    causal_only="bidirectional=False",
     needs_equal_lengths=True,
 )

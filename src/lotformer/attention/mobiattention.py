@@ -61,6 +61,6 @@ ENTRY = Entry(
     summary="Flow attention with competition between heads.",
     citation="Yao et al. 2024, Mobile Attention: Mobile-Friendly Linear-Attention for Vision Transformers",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

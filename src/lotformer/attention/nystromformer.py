@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.inverse import iterative_pseudo_inverse
+from ..nn.softmax import fused_softmax
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real, rank_among_real
@@ -57,34 +58,35 @@ class Nystromformer(CleanAttention):
         # fewer tokens than landmarks leave segments empty: those neither read nor are read
         q_land, q_used = segment_means(q, query_mask, self.landmarks)
         k_land, k_used = segment_means(k, key_mask, self.landmarks)
-        to_landmarks = _softmax(q @ k_land.mT, k_used)
-        between = _softmax(q_land @ k_land.mT, k_used) * q_used[..., None]
-        from_landmarks = _softmax(q_land @ k.mT, None if key_mask is None else key_mask[:, None])
+        between = _softmax(q_land @ k_land.mT, k_used)
+        if q_used is not None:
+            between = between * q_used[..., None]
         inverse = iterative_pseudo_inverse(between, self.inverse_iters)
-        out = to_landmarks @ (inverse @ (from_landmarks @ v))
+        read = fused_softmax(q_land, k, v, None if key_mask is None else key_mask[:, None, None], scale=1.0)
+        out = fused_softmax(q, k_land, inverse @ read, None if k_used is None else k_used[..., None, :], scale=1.0)
         return out if self.local is None else out + self.local(v)
 
 
-def segment_means(x: Tensor, mask: Tensor | None, segments: int) -> tuple[Tensor, Tensor]:
+def segment_means(x: Tensor, mask: Tensor | None, segments: int) -> tuple[Tensor, Tensor | None]:
     """Means `(B, H, S, D)` of equal segments of the real tokens of `x (B, H, N, D)`, and which are not empty.
 
-    The second is `(B or 1, 1, S)`; S is `segments`, or N if that is less.
+    The second is `(B, 1, S)`, or None without a mask, when all are used; S is `segments`, or N if that is less.
     """
     batch, heads, length, dim = x.shape
     segments = min(segments, length)
     if mask is None and length % segments == 0:
-        return x.unflatten(2, (segments, -1)).mean(3), x.new_ones((1, 1, segments), dtype=torch.bool)
+        return x.unflatten(2, (segments, -1)).mean(3), None
     count = count_real(x, mask)[:, 0, 0].long()
     segment = (rank_among_real(x, mask) * segments // count).clamp(0, segments - 1)  # padding is clean: it adds zero
     weight = x.new_ones(1, length) if mask is None else mask.to(x.dtype)
     sizes = x.new_zeros(segment.shape[0], segments).scatter_add(1, segment, weight)[:, None]
     index = segment[:, None, :, None].expand(batch, heads, length, dim)
     sums = x.new_zeros(batch, heads, segments, dim).scatter_add(2, index, x)
-    return sums / sizes.clamp_min(1)[..., None], sizes > 0
+    return sums / sizes.clamp_min(1)[..., None], None if mask is None else sizes > 0
 
 
 def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Row softmax over the allowed columns `(B or 1, 1, M)`; a row with none is zero."""
+    """Row softmax over the allowed columns `(B, 1, M)`; a row with none is zero."""
     if allowed is None:
         return scores.softmax(-1)
     allowed = allowed[..., None, :]
@@ -106,6 +108,6 @@ ENTRY = Entry(
     summary="Nyström reconstruction of softmax from segment means.",
     citation="Xiong et al. 2021, Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention",
     cost=cost,
-    linear=True,
+    time="n",
     needs_equal_lengths=True,
 )

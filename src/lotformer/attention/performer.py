@@ -81,5 +81,5 @@ ENTRY = Entry(
     summary="Positive orthogonal random features of the softmax kernel.",
     citation="Choromanski et al. 2021, Rethinking Attention with Performers",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, HeadwiseLinear, TokenPositions
-from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
-from .masking import count_real
+from .masking import count_real, zero_padding
 
 
 class PolaFormer(CleanAttention):
@@ -68,17 +67,8 @@ class PolaFormer(CleanAttention):
         gate = None if self.gate is None else self.gate(q)
         if self.positions is not None:
             k = self.positions(k)
-        q_pos, q_neg = self._poles(q)
-        phi_k = torch.cat(self._poles(k), -1)
-        eps = 1e-6 * count_real(k, key_mask)
-        like, opposite = v.tensor_split(2, -1)
-        out = torch.cat(
-            [
-                linear_attention(torch.cat([q_pos, q_neg], -1), phi_k, like, key_mask=key_mask, eps=eps),
-                linear_attention(torch.cat([q_neg, q_pos], -1), phi_k, opposite, key_mask=key_mask, eps=eps),
-            ],
-            -1,
-        )
+        phi_q, phi_k = (torch.cat(self._poles(x), -1) for x in (q, k))
+        out = _like_and_opposite(phi_q, zero_padding(phi_k, key_mask), v, 1e-6 * count_real(k, key_mask))
         if self.local is not None:
             out = out + self.local(v, grid)
         return out if gate is None else out * gate
@@ -89,6 +79,20 @@ class PolaFormer(CleanAttention):
         # one logarithm and one exponential serve both signs; a power of a tensor would redo them in the backward
         size = (power * x.abs().clamp_min(torch.finfo(x.dtype).tiny).log()).exp()
         return torch.where(x > 0, size, 0.0), torch.where(x < 0, size, 0.0)
+
+
+def _like_and_opposite(phi_q: Tensor, phi_k: Tensor, v: Tensor, eps: Tensor) -> Tensor:
+    """Normalised linear attention to the first half of the values by like signs, to the second by opposite ones.
+
+    Features are `[x⁺, x⁻]`. Swapping the signs of the queries is swapping the two halves of what the keys sum up to,
+    which is small: both kernels are one product with the queries.
+    """
+    dim, half = phi_q.shape[-1] // 2, (v.shape[-1] + 1) // 2
+    total, summed = phi_k.sum(-2)[..., None], phi_k.mT @ v
+    like, opposite = summed[..., :half], summed[..., half:].roll(dim, -2)
+    mixed = phi_q @ torch.cat([like, opposite], -1)
+    normalizer = phi_q @ torch.cat([total, total.roll(dim, -2)], -1) + eps
+    return torch.cat([mixed[..., :half] / normalizer[..., :1], mixed[..., half:] / normalizer[..., 1:]], -1)
 
 
 def cost(n: int, d: int, *, gate: bool = True, local_conv: bool = True, kernel_size: int = 5, **_: object) -> Cost:
@@ -103,7 +107,7 @@ ENTRY = Entry(
     summary="Kernels of like and opposite signs, a 2-D convolution and a gate.",
     citation="Meng et al. 2025, PolaFormer: Polarity-aware Linear Attention for Vision Transformers",
     cost=cost,
-    linear=True,
+    time="n",
     is_matrix=False,
     needs_equal_lengths=True,
     needs_grid=True,

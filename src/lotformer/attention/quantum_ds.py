@@ -12,17 +12,22 @@ from .masking import require_equal_lengths, shared_mask, zero_padding
 class QuantumDS(Attention):
     """`A = U ∘ U` with `U R = q kᵀ D^-1/2 + ridge · I`: rows and columns of a squared orthogonal matrix sum to one.
 
-    The publication's attention is a variational quantum circuit; this is the quantum-inspired stand-in based on a
-    QR decomposition that it also introduces, for which no code is public. `q kᵀ` has rank D at most, so that for
-    N > D its orthogonal factor is neither unique nor differentiable; `ridge` makes it both.
+    The publication's attention is a variational quantum circuit, which is not implemented here. This is the classical
+    operator it compares with (its section "QR Decomposition", arXiv 2504.16275): the squared orthogonal factor of the
+    QR decomposition of `q kᵀ`. That much is checked against its text; no code is public to compare numbers with.
 
-    A token takes part if it is real as a query and as a key. O(N³).
+    `q kᵀ` has rank D at most, so that for N > D its orthogonal factor is neither unique nor differentiable. The
+    publication then adds Gaussian noise of 1e-7; we add `ridge · I`, which repeats from call to call and keeps
+    gradients bounded, but leans towards the identity. `ridge=0` is the operator as published, for N ≤ D only. The
+    order of tokens matters: column j is made orthogonal to those before it.
+
+    A token takes part if it is real as a query and as a key.
     """
 
     def __init__(self, head_dim: int, num_heads: int, *, ridge: float = 1.0) -> None:
         super().__init__(head_dim, num_heads)
-        if not ridge > 0:
-            raise ValueError(f"ridge must be above 0, got {ridge}.")
+        if ridge < 0:
+            raise ValueError(f"ridge must be at least 0, got {ridge}.")
         self.ridge = ridge
 
     def attend(
@@ -36,13 +41,19 @@ class QuantumDS(Attention):
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
         require_equal_lengths(q, k, "quantum-ds")
+        if self.ridge == 0 and q.shape[2] > self.head_dim:
+            raise ValueError(
+                f"quantum-ds without a ridge needs at most head_dim={self.head_dim} tokens, got {q.shape[2]}: beyond "
+                "that the scores have no full rank and their orthogonal factor is not unique."
+            )
         mask = shared_mask(key_mask, query_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             q_, k_, v_ = (zero_padding(x, mask).to(dtype) for x in (q, k, v))
             # a padded token is a row and a column of its own, orthogonal to all others: it changes none of them
-            scores = self.head_dim**-0.5 * q_ @ k_.mT + self.ridge * torch.eye(q.shape[2], dtype=dtype, device=q.device)
-            orthogonal = torch.linalg.qr(scores)[0]
+            ridge = q_.new_full((q.shape[2],), self.ridge)
+            diagonal = ridge if mask is None else torch.where(mask, ridge, 1.0)[:, None]
+            orthogonal = torch.linalg.qr(self.head_dim**-0.5 * q_ @ k_.mT + diagonal.diag_embed())[0]
             out = orthogonal.square() @ v_
         return zero_padding(out.to(q.dtype), mask)
 
@@ -58,6 +69,7 @@ ENTRY = Entry(
     summary="Quantum doubly stochastic attention, QR form: the squared orthogonal factor of the scores.",
     citation="Born et al. 2025, Quantum Doubly Stochastic Transformers (its QR-based classical variant)",
     cost=cost,
-    doubly_stochastic=True,
+    time="n³",
+    doubly_stochastic="exact",
     needs_equal_lengths=True,
 )

@@ -79,5 +79,5 @@ ENTRY = Entry(
     summary="Sinkhorn's iterations on the n×n scores.",
     citation="Sander et al. 2022, Sinkformers: Transformers with Doubly Stochastic Attention",
     cost=cost,
-    doubly_stochastic=True,
+    doubly_stochastic="converged",
 )

@@ -90,5 +90,5 @@ ENTRY = Entry(
     summary="Nyström reconstruction of the Gaussian kernel from sampled tokens.",
     citation="Chen et al. 2021, Skyformer: Remodel Self-Attention with Gaussian Kernel and Nyström Method",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
 
@@ -29,10 +29,7 @@ class SoftmaxAttention(Attention):
     ) -> Tensor:
         q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
         allowed = None if key_mask is None else key_mask[:, None, None, :]
-        dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, scale=self.scale)
-        if key_mask is not None:  # a sample without keys has nothing to mix: zeros, not NaN
-            out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
+        out = fused_softmax(q, k, v, allowed, self.scale, self.dropout if self.training else 0.0)
         return zero_padding(out, query_mask).to(q.dtype)  # autocast may have lowered it
 
 

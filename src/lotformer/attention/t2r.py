@@ -56,5 +56,5 @@ ENTRY = Entry(
     summary="Learned ReLU features.",
     citation="Kasai et al. 2021, Finetuning Pretrained Transformers into RNNs",
     cost=cost,
-    linear=True,
+    time="n",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..attention import entry
 from . import process
@@ -12,6 +13,8 @@ from .peak import measure
 from .report import Provenance
 from .timing import alternate
 from .workload import Shape, Workload
+
+LOT_RANK, LOT_ITERS, LOT_EPS = 32, 5, 1.0
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,9 @@ class ZooRow:
     name: str
     summary: str
     citation: str
-    linear: bool
-    doubly_stochastic: bool
-    causal_only: bool
+    time: str
+    doubly_stochastic: str | None
+    causal_only: str | None
     stochastic: bool
     fixed_length: bool
     needs_equal_lengths: bool
@@ -46,6 +49,7 @@ class ZooResult:
     head_dim: int
     short: int
     long: int
+    lot_backend: str | None
     rows: tuple[ZooRow, ...]
 
 
@@ -55,15 +59,20 @@ def run(
     long: int,
     *,
     provenance: Provenance,
+    lot_backend: str | None,
     seconds_each: float,
     on_row: Callable[[str], None] = lambda name: None,
 ) -> ZooResult:
     """Time every mechanism at `shape.n` tokens, the linear ones at `long` too. Memory at `shape.n`."""
+    options: dict[str, Any] = {"rank": LOT_RANK, "iters": LOT_ITERS, "eps": LOT_EPS, "backend": lot_backend}
+    works = [
+        Workload(name, shape, options=options if name == "lot" else {}, seed=provenance.seed) for name in mechanisms
+    ]
     rows = []
-    for name in mechanisms:
-        rows.append(_row(name, shape, long, provenance.seed, seconds_each))
-        on_row(name)
-    peaks, reasons = _peaks(mechanisms, shape, provenance)
+    for work in works:
+        rows.append(_row(work, long, seconds_each))
+        on_row(work.mechanism)
+    peaks, reasons = _peaks(works, provenance.threads)
     complete = (
         replace(
             row,
@@ -72,21 +81,23 @@ def run(
         )
         for row in rows
     )
-    return ZooResult(provenance, shape.batch, shape.heads, shape.head_dim, shape.n, long, tuple(complete))
+    backend = lot_backend if "lot" in mechanisms else None
+    return ZooResult(provenance, shape.batch, shape.heads, shape.head_dim, shape.n, long, backend, tuple(complete))
 
 
-def _row(name: str, shape: Shape, long: int, seed: int, seconds_each: float) -> ZooRow:
+def _row(work: Workload, long: int, seconds_each: float) -> ZooRow:
     """All about a mechanism but its memory."""
+    name, shape = work.mechanism, work.shape
     about = entry(name)
     notes, milliseconds, parameters = [], {}, 0
     for n in (shape.n, long) if about.linear else (shape.n,):
-        work = Workload(name, Shape(n, shape.batch, shape.heads, shape.head_dim), seed=seed)
-        reason = too_large(work)
+        sized = replace(work, shape=replace(shape, n=n))
+        reason = too_large(sized)
         if reason:
             notes.append(f"N={n}: {reason}")
             continue
-        milliseconds[n] = 1e3 * alternate({name: work.prepare()}, seconds_each=seconds_each)[name].best
-    module = Workload(name, shape, seed=seed).module()
+        milliseconds[n] = 1e3 * alternate({name: sized.prepare()}, seconds_each=seconds_each)[name].best
+    module = work.module()
     if module is not None:
         parameters = sum(p.numel() for p in module.parameters())
     heads = shape.batch * shape.heads
@@ -94,7 +105,7 @@ def _row(name: str, shape: Shape, long: int, seed: int, seconds_each: float) -> 
         name=name,
         summary=about.summary,
         citation=about.citation,
-        linear=about.linear,
+        time=about.time,
         doubly_stochastic=about.doubly_stochastic,
         causal_only=about.causal_only,
         stochastic=about.stochastic,
@@ -102,18 +113,18 @@ def _row(name: str, shape: Shape, long: int, seed: int, seconds_each: float) -> 
         needs_equal_lengths=about.needs_equal_lengths,
         needs_grid=about.needs_grid,
         parameters=parameters,
-        flops={n: heads * about.cost(n, shape.head_dim).flops for n in (shape.n, long)},
+        flops={n: heads * about.cost(n, shape.head_dim, **work.options).flops for n in (shape.n, long)},
         milliseconds=milliseconds,
         notes="; ".join(notes),
     )
 
 
-def _peaks(mechanisms: Sequence[str], shape: Shape, provenance: Provenance) -> tuple[dict[str, int], dict[str, str]]:
+def _peaks(works: Sequence[Workload], threads: int) -> tuple[dict[str, int], dict[str, str]]:
     """Peak bytes by name, and for the others why there are none; one process measures them all."""
     if not process.can_measure_peak():
         return {}, {}
-    works = {name: Workload(name, shape, backward=True, seed=provenance.seed) for name in mechanisms}
-    reasons = {name: f"memory: {reason}" for name, work in works.items() if (reason := too_large(work))}
-    fitting = {name: work for name, work in works.items() if name not in reasons}
-    usages = measure(list(fitting.values()), provenance.threads)
+    both_ways = {work.mechanism: replace(work, backward=True) for work in works}
+    reasons = {name: f"memory: {reason}" for name, work in both_ways.items() if (reason := too_large(work))}
+    fitting = {name: work for name, work in both_ways.items() if name not in reasons}
+    usages = measure(list(fitting.values()), threads)
     return {name: usage.peak for name, usage in zip(fitting, usages, strict=True)}, reasons

@@ -53,22 +53,26 @@ def runtime_command(
     threads: Threads = CORES,
     seconds: Seconds = 0.5,
     time_limit: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 20.0,
-    output: Annotated[Path | None, typer.Option(help="Where to write .json, .png and .svg.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="File to write; the figure goes beside it as .png and .svg.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Time mechanisms over the length of the sequence, or LOT against fused softmax (--against sdpa)."""
     console = Console()
     source = provenance(command_line(), threads=threads, seed=seed)
-    suffix = "-backward" if backward else ""
+    direction = "backward" if backward else "forward"
     with thread_count(threads):
         if against is not None:
             if against != "sdpa":
                 raise typer.BadParameter(f"expected 'sdpa', got {against!r}.", param_hint="--against")
-            name = _checked(console, backend, [rank], head_dim=64, heads=4, eps=eps, iters=iters, backward=backward)
+            name = checked_backend(
+                console, backend, [rank], head_dim=64, heads=4, eps=eps, iters=iters, backward=backward
+            )
             shapes = [s for s in runtime.TARGET_SHAPES if s.n <= max_n]
             _against_sdpa(
                 console, source, shapes, rank, iters, eps, name, backward, seconds,
-                output or Path(f"results/against-sdpa{suffix}.json"),
+                json or Path(f"results/sdpa_{direction}.json"),
             )  # fmt: skip
             return
         names = mechanism_names(mechanisms or ",".join([*runtime.QUADRATIC, *runtime.LINEAR, "lot"]))
@@ -76,7 +80,7 @@ def runtime_command(
         chosen = runtime.candidates(names, lot_ranks, {"iters": iters, "eps": eps, "backend": backend})
         used = None
         if "lot" in names:
-            used = _checked(
+            used = checked_backend(
                 console, backend, lot_ranks, head_dim=head_dim, heads=heads, eps=eps, iters=iters, backward=backward
             )
         with console.status("Timing …") as status:
@@ -92,9 +96,9 @@ def runtime_command(
                 on_point=lambda point: status.update(f"Timed {point.label} at N={point.n}"),
             )
     _show_runtime(console, result)
-    path = output or Path(f"results/runtime{suffix}.json")
-    write_json(result, path.with_suffix(".json"))
-    files = [path.with_suffix(".json")]
+    path = json or Path(f"results/runtime_{direction}.json")
+    write_json(result, path)
+    files = [path]
     try:
         files += figure.draw_runtime(result, path)
     except ImportError as error:
@@ -116,7 +120,7 @@ def memory_command(
     backend: Backend = None,
     threads: Threads = CORES,
     time_limit: Annotated[float, typer.Option(help="Leave out calls that would take longer, in seconds.")] = 600.0,
-    output: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path("results/memory.json"),
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("results/memory.json"),
     seed: Seed = 0,
 ) -> None:
     """Bytes kept for backward and peak of forward + backward, beyond the tensors in and out, against fused softmax."""
@@ -125,7 +129,9 @@ def memory_command(
     alternatives: dict[str, tuple[str, dict[str, object]]] = {"sdpa": ("sdpa", {})}
     for name in mechanism_names(mechanisms):
         if name == "lot":
-            _checked(console, backend, [rank], head_dim=head_dim, heads=heads, eps=eps, iters=iters, backward=True)
+            checked_backend(
+                console, backend, [rank], head_dim=head_dim, heads=heads, eps=eps, iters=iters, backward=True
+            )
         options: dict[str, object] = (
             {"rank": rank, "iters": iters, "eps": eps, "backend": backend} if name == "lot" else {}
         )
@@ -147,8 +153,8 @@ def memory_command(
             point.label, str(point.n), _mebibytes(point.saved_bytes), _mebibytes(point.peak_bytes), point.skipped or ""
         )
     console.print(table)
-    write_json(result, output)
-    console.print(f"Wrote {output}")
+    write_json(result, json)
+    console.print(f"Wrote {json}")
 
 
 @app.command("roofline")
@@ -160,14 +166,14 @@ def roofline_command(
     backend: Backend = None,
     threads: Threads = CORES,
     seconds: Seconds = 1.0,
-    output: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path("results/roofline.json"),
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("results/roofline.json"),
     seed: Seed = 0,
 ) -> None:
     """Flops per second of LOT against those of a matrix product, measured in turns."""
     console = Console()
     source = provenance(command_line(), threads=threads, seed=seed)
     with thread_count(threads):
-        name = _checked(console, backend, [rank], head_dim=64, heads=4, eps=eps, iters=iters, backward=True)
+        name = checked_backend(console, backend, [rank], head_dim=64, heads=4, eps=eps, iters=iters, backward=True)
         with console.status("Timing …") as status:
             result = roofline.run(
                 [shape for shape in roofline.SHAPES if shape.n <= max_n],
@@ -188,8 +194,8 @@ def roofline_command(
             f"{point.matmul_gflops_per_second:.1f}", f"{point.times_limit:.2f}",
         )  # fmt: skip
     console.print(table)
-    write_json(result, output)
-    console.print(f"Wrote {output}")
+    write_json(result, json)
+    console.print(f"Wrote {json}")
 
 
 def command_line() -> str:
@@ -222,7 +228,7 @@ def _numbers(text: str, option: str) -> list[int]:
         raise typer.BadParameter(f"expected integers separated by commas, got {text!r}.", param_hint=option) from None
 
 
-def _checked(
+def checked_backend(
     console: Console,
     backend: str | None,
     ranks: list[int],
@@ -271,8 +277,8 @@ def _against_sdpa(
         faster = (f"{comparison.times_faster[name]:.2f}" for name in ("sdpa", "plain PyTorch"))
         table.add_row(str(comparison.shape), *times, *faster)
     console.print(table)
-    write_json(result, path.with_suffix(".json"))
-    console.print(f"Wrote {path.with_suffix('.json')}")
+    write_json(result, path)
+    console.print(f"Wrote {path}")
 
 
 def _show_runtime(console: Console, result: runtime.RuntimeResult) -> None:
@@ -299,7 +305,7 @@ def _mebibytes(value: int | None) -> str:
 
 @app.command("gpu-resources")
 def gpu_resources_command(
-    depth: Annotated[int, typer.Option(min=1, help="Head dimension to compile for.")] = 64,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head to compile for.")] = 64,
 ) -> None:
     """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills."""
     try:
@@ -307,4 +313,4 @@ def gpu_resources_command(
     except ImportError as error:
         raise typer.BadParameter("compiling for GPUs needs triton: pip install 'lotformer[gpu]'.") from error
     # a plain print: the table is Markdown, to be pasted as it is
-    typer.echo(resources.as_markdown(resources.measure(depths=(depth,))))
+    typer.echo(resources.as_markdown(resources.measure(depths=(head_dim,))))

@@ -57,10 +57,6 @@ def convert(
             unknown or refuses its options, or a name in `layers` is not a convertible attention module.
     """
     entry = attention.entry(mechanism)
-    if entry.causal_only:
-        raise ValueError(
-            f"{mechanism!r} is defined along the order of tokens and cannot replace bidirectional attention."
-        )
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     settings = _settings(entry.build, rank=rank, eps=eps, key_masses=key_masses, options=options)
@@ -124,9 +120,13 @@ def _settings(build: Any, *, rank: int, eps: float, key_masses: str, options: Ma
 
 def _build(mechanism: str, site: Site, settings: dict[str, Any]) -> Attention:
     try:
-        return attention.build(mechanism, head_dim=site.head_dim, num_heads=site.num_heads, **settings)
+        made = attention.build(mechanism, head_dim=site.head_dim, num_heads=site.num_heads, **settings)
     except TypeError as error:
         raise ValueError(f"{mechanism!r} does not take these options: {error}") from error
+    if made.is_causal:
+        option = attention.entry(mechanism).causal_only
+        raise ValueError(f"{mechanism!r} with {option} only looks back: it cannot replace bidirectional attention.")
+    return made
 
 
 def _find(model: nn.Module, explicit: set[str]) -> list[tuple[str, Site | Skipped]]:

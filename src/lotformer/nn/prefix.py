@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .softmax import fused_softmax
+
 
 class PrefixRows(nn.Module):
     """Softmax attention of the first few rows over the whole sequence.
@@ -36,15 +38,12 @@ class PrefixRows(nn.Module):
         allowed = None if key_mask is None else key_mask[:, None, None, :]
         beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
         if not self.polarize:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=beta)
-        else:
-            scores = self._polarized_scores(beta * q.float(), k.float())
-            if allowed is not None:
-                scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-            out = scores.softmax(-1).to(v.dtype) @ v
-        if key_mask is not None:
-            out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
-        return out
+            return fused_softmax(q, k, v, allowed, beta)
+        scores = self._polarized_scores(beta * q.float(), k.float())
+        if allowed is None:
+            return scores.softmax(-1).to(v.dtype) @ v
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        return (scores.softmax(-1).to(v.dtype) @ v).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
 
     def _polarized_scores(self, q: Tensor, k: Tensor) -> Tensor:
         q_pos, q_neg, k_pos, k_neg = F.relu(q), F.relu(-q), F.relu(k), F.relu(-k)
