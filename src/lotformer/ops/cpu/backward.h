@@ -117,11 +117,18 @@ static Mixed read_mixed(const Head& head, const float* saved) {
   return y;
 }
 
-static double dot_row(const Head& head, const float* x, const float* y, int j) {
-  double sum = 0;
-  for (int d = 0; d < head.value_padded; d++)
-    sum += double(x[int64_t(j) * head.value_padded + d]) * y[int64_t(j) * head.value_padded + d];
+// Inner product in double of whole vectors: one sum per lane, so that no addition waits for the one before.
+static double dot_double(const float* x, const float* y, int width) {
+  double part[W] = {}, sum = 0;
+  for (int d = 0; d < width; d += W)
+    for (int t = 0; t < W; t++) part[t] += double(x[d + t]) * y[d + t];
+  for (int t = 0; t < W; t++) sum += part[t];
   return sum;
+}
+
+static double dot_row(const Head& head, const float* x, const float* y, int j) {
+  const int64_t at = int64_t(j) * head.value_padded;
+  return dot_double(x + at, y + at, head.value_padded);
 }
 
 // ---- scaling form ----
@@ -428,12 +435,12 @@ static void write_token_gradient(Reverse& r, const Rows& rows, const float* valu
   });
   collect_products(head, p.dim_padded);
   double inner = 0;
-  for (int j = 0; j < p.rank; j++)
-    for (int d = 0; d < p.dim; d++) {
-      const float x = head.worker[0].product[int64_t(j) * p.dim_padded + d];
-      totals.pivots[int64_t(j) * p.dim + d] += p.temperature * x;
-      inner += double(x) * p.scaled[int64_t(j) * p.dim_padded + d];
-    }
+  for (int j = 0; j < p.rank; j++) {
+    const float* x = head.worker[0].product + int64_t(j) * p.dim_padded;
+    float* to = totals.pivots + int64_t(j) * p.dim;
+    for (int d = 0; d < p.dim; d++) to[d] += p.temperature * x[d];
+    inner += dot_double(x, p.scaled + int64_t(j) * p.dim_padded, p.dim_padded);
+  }
   *totals.temperature += inner / p.temperature;
 }
 
@@ -544,7 +551,7 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
   }
   const System system = open_system(head);
   factorise(system, sink.matrices, head.workers, head.worker[0].columns2, kBackwardRidge);
-  apply_inverse(system, 1, dg);
+  apply_inverse(system, 1, {dg});
   float* x = head.arena.zeros<float>(p.padded);
   for (int j = 0; j < p.rank; j++) {
     x[j] = float(dg[j]);

@@ -5,6 +5,7 @@
 // sample, each larger sample starts from the potential of the one before, and only the last few steps see all tokens.
 #pragma once
 #include "sinkhorn.h"
+#include "system.h"
 
 namespace {
 
@@ -31,90 +32,6 @@ struct HessianSink {
     multiply_symmetric(k.other, p.padded, p.vectors, count, matrix, p.padded);
   }
 };
-
-constexpr int kLanes = W / 2;
-typedef double VD __attribute__((vector_size(LOT_WIDTH * 4), aligned(8), may_alias));
-
-// y[from, to) += factor · x[from, to); `to` is a multiple of kLanes
-LOT_INLINE void add_scaled(double factor, const double* x, double* y, int from, int to) {
-  for (; from < to && from % kLanes; from++) y[from] += factor * x[from];
-  for (; from < to; from += kLanes)
-    *reinterpret_cast<VD*>(y + from) += factor * *reinterpret_cast<const VD*>(x + from);
-}
-
-// Edges of the graph whose Laplacian is the Hessian, and solves with it.
-struct System {
-  int rank, ld;                    // ld: rank rounded up, what is beyond is zero
-  double *edges, *factor;          // (rank, ld), upper triangles; the factor is of the scaled and filled Hessian
-  double *weight, *degree, *work;  // (ld)
-};
-
-static System open_system(const Head& head) {
-  const int64_t rank = head.pivots.rank, ld = head.pivots.padded;
-  double* numbers = head.arena.zeros<double>(3 * ld);
-  return {int(rank), int(ld), head.arena.zeros<double>(rank * ld), head.arena.zeros<double>(rank * ld),
-          numbers, numbers + ld, numbers + 2 * ld};
-}
-
-// H = Diag(C 1) − C from the edges C, then the Cholesky factor of D^-½ (H + b bᵀ) D^-½ + ridge, D = Diag(b).
-// A matrix that is not positive definite to rounding is replaced by the identity, a Sinkhorn step: then false.
-static bool factorise(const System& s, const float* edges, int workers, const double* b, double ridge) {
-  const int r = s.rank, ld = s.ld;
-  const int64_t stride = int64_t(ld) * ld;
-  for (int i = 0; i < r; i++) {
-    s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
-    s.degree[i] = 0;
-  }
-  for (int i = 0; i < r; i++) {
-    double* edge = s.edges + int64_t(i) * ld;
-    for (int j = i + 1; j < r; j++) edge[j] = edges[i * ld + j];
-    for (int w = 1; w < workers; w++)
-      for (int j = i + 1; j < r; j++) edge[j] += edges[w * stride + i * ld + j];
-    double* row = s.factor + int64_t(i) * ld;
-    const double weight = s.weight[i], mass = b[i];
-    double sum[4] = {0, 0, 0, 0};
-    for (int j = i + 1; j < r; j++) {
-      sum[j % 4] += edge[j];
-      s.degree[j] += edge[j];
-      row[j] = (mass * b[j] - edge[j]) * (weight * s.weight[j]);
-    }
-    s.degree[i] += sum[0] + sum[1] + (sum[2] + sum[3]);
-    row[i] = (s.degree[i] + mass * mass) * weight * weight + ridge;
-  }
-  for (int k = 0; k < r; k++) {
-    double* row = s.factor + int64_t(k) * ld;
-    if (!(row[k] > 1e-14)) {
-      for (int i = 0; i < r; i++)
-        for (int j = i; j < r; j++) s.factor[int64_t(i) * ld + j] = i == j;
-      return false;
-    }
-    const double inverse = 1 / sqrt(row[k]);
-    for (int j = k; j < r; j++) row[j] *= inverse;
-    for (int i = k + 1; i < r; i++) add_scaled(-row[i], row, s.factor + int64_t(i) * ld, i, ld);
-  }
-  return true;
-}
-
-// x ← sign · H⁺ x
-static void apply_inverse(const System& s, double sign, double* x) {
-  const int r = s.rank;
-  for (int i = 0; i < r; i++) s.work[i] = x[i] * s.weight[i] * sign;
-  for (int k = 0; k < r; k++) {
-    const double* row = s.factor + int64_t(k) * s.ld;
-    const double y = s.work[k] /= row[k];
-    add_scaled(-y, row, s.work, k + 1, s.ld);
-  }
-  for (int k = r - 1; k >= 0; k--) {
-    const double* row = s.factor + int64_t(k) * s.ld;
-    double sum[4] = {s.work[k], 0, 0, 0};
-    int i = k + 1;
-    for (; i + 4 <= r; i += 4)
-      for (int t = 0; t < 4; t++) sum[t] -= row[i + t] * s.work[i + t];
-    for (; i < r; i++) sum[0] -= row[i] * s.work[i];
-    s.work[k] = (sum[0] + sum[1] + (sum[2] + sum[3])) / row[k];
-  }
-  for (int i = 0; i < r; i++) x[i] = s.work[i] * s.weight[i];
-}
 
 static double range_of(const double* x, int n) {
   double low = x[0], high = x[0];
@@ -216,7 +133,7 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
     n.corrector[j] = b[j] * ratio;
     n.tangent[j] = drift[j];
   }
-  apply_inverse(n.system, -1, n.corrector);
+  apply_inverse(n.system, -1, {n.corrector, moving ? n.tangent : n.plain});
   auto slope_along = [&](const double* x) {
     double slope = 0;
     for (int j = 0; j < p.rank; j++) slope += x[j] * (b[j] - p.mass[j]);
@@ -224,8 +141,7 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
   };
   double slope = slope_along(n.corrector);
   const bool descends = slope < 0;  // Newton on log b = log m is faster from afar, where it is a descent direction
-  if (moving) apply_inverse(n.system, -1, n.tangent);
-  if (!moving || !descends) apply_inverse(n.system, -1, n.plain);
+  if (moving && !descends) apply_inverse(n.system, -1, {n.plain});
   if (!descends) {
     memcpy(n.corrector, n.plain, sizeof(double) * size_t(p.rank));
     slope = slope_along(n.corrector);

@@ -1,0 +1,125 @@
+// The Hessian of the semi-dual as a small linear system, in double.
+#pragma once
+#include "head.h"
+
+namespace {
+
+constexpr int kLanes = W / 2;
+typedef double VD __attribute__((vector_size(LOT_WIDTH * 4), aligned(8), may_alias));
+
+LOT_INLINE VD load_doubles(const double* p) { return *reinterpret_cast<const VD*>(p); }
+LOT_INLINE void store_doubles(double* p, VD x) { *reinterpret_cast<VD*>(p) = x; }
+
+// Edges of the graph whose Laplacian is the Hessian, and solves with it. Rows of upper triangles are read from the
+// whole vector that holds their diagonal on; what is left of it in there, and beyond the rank, is zero.
+struct System {
+  int rank, ld;
+  double* edges;                     // (rank, ld), strictly upper
+  double *factor, *inverse_diagonal;  // (rank, ld), strictly upper, and (ld): of the scaled and filled Hessian
+  double *weight, *degree;           // (ld)
+};
+
+static System open_system(const Head& head) {
+  const int64_t rank = head.pivots.rank, ld = head.pivots.padded;
+  double* numbers = head.arena.zeros<double>(3 * ld);
+  return {int(rank), int(ld), head.arena.zeros<double>(rank * ld), head.arena.zeros<double>(rank * ld),
+          numbers, numbers + ld, numbers + 2 * ld};
+}
+
+LOT_INLINE int vector_of(int i) { return i / kLanes * kLanes; }
+
+// row[from …) −= Σ_{k < i} U[k, i] U[k, from …), for N vectors that stay in registers.
+template <int N>
+LOT_INLINE void eliminate(const double* upper, int64_t ld, int i, int from, double* row) {
+  VD x[N];
+#pragma GCC unroll 8
+  for (int v = 0; v < N; v++) x[v] = load_doubles(row + from + v * kLanes);
+  for (int k = 0; k < i; k++) {
+    const double* above = upper + k * ld;
+    const double factor = above[i];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; v++) x[v] -= factor * load_doubles(above + from + v * kLanes);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < N; v++) store_doubles(row + from + v * kLanes, x[v]);
+}
+
+// H = Diag(C 1) − C from the edges C, then the Cholesky factor of D^-½ (H + b bᵀ) D^-½ + ridge, D = Diag(b).
+// A matrix that is not positive definite to rounding is replaced by the identity, a Sinkhorn step: then false.
+static bool factorise(const System& s, const float* edges, int workers, const double* b, double ridge) {
+  const int r = s.rank, ld = s.ld;
+  const int64_t stride = int64_t(ld) * ld;
+  for (int i = 0; i < r; i++) {
+    s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
+    s.degree[i] = 0;
+  }
+  for (int i = 0; i < r; i++) {
+    double* edge = s.edges + int64_t(i) * ld;
+    const int start = vector_of(i);
+    for (int j = start; j < ld; j++) edge[j] = edges[i * ld + j];
+    for (int w = 1; w < workers; w++)
+      for (int j = start; j < ld; j++) edge[j] += edges[w * stride + i * ld + j];
+    for (int j = start; j <= i; j++) edge[j] = 0;
+    double* row = s.factor + int64_t(i) * ld;
+    VD total = VD{};
+    for (int j = start; j < ld; j += kLanes) {
+      const VD x = load_doubles(edge + j);
+      total += x;
+      store_doubles(s.degree + j, load_doubles(s.degree + j) + x);
+      store_doubles(row + j, (b[i] * load_doubles(b + j) - x) * (s.weight[i] * load_doubles(s.weight + j)));
+    }
+    for (int t = 0; t < kLanes; t++) s.degree[i] += total[t];
+    row[i] = (s.degree[i] + b[i] * b[i]) * s.weight[i] * s.weight[i] + ridge;
+  }
+  for (int i = 0; i < r; i++) {
+    double* row = s.factor + int64_t(i) * ld;
+    const int start = vector_of(i);
+    int from = start;
+    for (; from + 8 * kLanes <= ld; from += 8 * kLanes) eliminate<8>(s.factor, ld, i, from, row);
+    for (; from + 2 * kLanes <= ld; from += 2 * kLanes) eliminate<2>(s.factor, ld, i, from, row);
+    if (from < ld) eliminate<1>(s.factor, ld, i, from, row);
+    if (!(row[i] > 1e-14)) {
+      memset(s.factor, 0, sizeof(double) * size_t(r) * size_t(ld));
+      for (int j = 0; j < r; j++) s.inverse_diagonal[j] = 1;
+      return false;
+    }
+    const double inverse = s.inverse_diagonal[i] = 1 / sqrt(row[i]);
+    for (int j = start; j < ld; j++) row[j] *= inverse;
+    for (int j = start; j <= i; j++) row[j] = 0;
+  }
+  return true;
+}
+
+// x ← sign · H⁺ x for each of N right-hand sides (rank): side by side, since every solve is one long chain.
+template <int N>
+static void apply_inverse(const System& s, double sign, double* const (&x)[N]) {
+  constexpr int kLargest = 256;
+  double work[N][kLargest];
+  const int r = s.rank;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < s.ld; i++) work[n][i] = i < r ? x[n][i] * s.weight[i] * sign : 0;
+  for (int k = 0; k < r; k++) {
+    const double* row = s.factor + int64_t(k) * s.ld;
+    double y[N];
+    for (int n = 0; n < N; n++) y[n] = work[n][k] *= s.inverse_diagonal[k];
+    for (int j = vector_of(k); j < s.ld; j += kLanes)
+      for (int n = 0; n < N; n++)
+        store_doubles(work[n] + j, load_doubles(work[n] + j) - y[n] * load_doubles(row + j));
+  }
+  for (int k = r - 1; k >= 0; k--) {
+    const double* row = s.factor + int64_t(k) * s.ld;
+    VD sum[N];
+    for (int n = 0; n < N; n++) sum[n] = VD{};
+    for (int j = vector_of(k); j < s.ld; j += kLanes)
+      for (int n = 0; n < N; n++) sum[n] += load_doubles(row + j) * load_doubles(work[n] + j);
+    for (int n = 0; n < N; n++) {
+      double total = 0;
+      for (int t = 0; t < kLanes; t++) total += sum[n][t];
+      work[n][k] = (work[n][k] - total) * s.inverse_diagonal[k];
+    }
+  }
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < r; i++) x[n][i] = work[n][i] * s.weight[i];
+}
+
+}  // namespace
