@@ -17,7 +17,7 @@ constexpr size_t kKept = size_t(4) << 20;     // of an idle thread
 constexpr size_t kSmallest = size_t(1) << 18;
 
 constexpr size_t kHugePage = size_t(2) << 20;
-constexpr size_t kFreshlyMapped = size_t(32) << 20;  // the system's allocator does not keep pieces of this size
+constexpr size_t kWorthIt = size_t(1) << 20;
 
 // Large memory asks for huge pages: it is streamed once per sweep.
 char* allocate(size_t size) {
@@ -87,10 +87,10 @@ thread_local Stack stack;
 
 void prefer_huge_pages(void* data, size_t bytes) {
 #ifdef __linux__
-  if (bytes < kFreshlyMapped) return;
+  if (bytes < kWorthIt) return;
   const size_t start = reinterpret_cast<size_t>(data), page = kHugePage;
   const size_t first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
-  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }
 
