@@ -8,8 +8,8 @@ from typing import Any
 from .runtime import Point, RuntimeResult
 
 
-def draw_runtime(result: RuntimeResult, path: Path, *, solid_rank: int = 64) -> list[Path]:
-    """Write `path` as .png and .svg and return the two files. LOT is in both panels, `solid_rank` drawn through."""
+def draw_runtime(result: RuntimeResult, path: Path) -> list[Path]:
+    """Write `path` as .png and .svg and return the two files. LOT is in both panels: black, the darker the smaller."""
     try:
         import matplotlib
     except ImportError as error:
@@ -21,17 +21,18 @@ def draw_runtime(result: RuntimeResult, path: Path, *, solid_rank: int = 64) -> 
     lot = [p for p in result.points if p.mechanism == "lot"]
     others = [p for p in result.points if p.mechanism != "lot"]
     for axis, panel in zip(axes, ("quadratic", "linear"), strict=True):
-        for label, points in _curves([p for p in others if p.panel == panel]).items():
-            _plot(axis, points, label=label, marker="o", markersize=3)
-        for label, points in _curves(lot).items():
-            solid = label == f"lot r={solid_rank}" or len(_curves(lot)) == 1
-            rank = int(label.split("=")[1])
-            _plot(axis, points, label=label, color="black", linestyle="-" if solid else "--",
-                  linewidth=2 if solid else 0.8, alpha=1.0 if solid else 0.35 + rank / 512)  # fmt: skip
+        mine = _curves([p for p in others if p.panel == panel])
+        colours = pyplot.get_cmap("turbo")
+        for position, (label, points) in enumerate(mine.items()):
+            colour = None if len(mine) <= 10 else colours(position / (len(mine) - 1))
+            _plot(axis, points, label=label, color=colour, marker="o", markersize=3, linewidth=1)
+        curves = _curves(lot)
+        for position, (label, points) in enumerate(curves.items()):
+            _plot(axis, points, label=label, color=str(0.75 * position / max(1, len(curves) - 1)), linewidth=2)
         axis.set(title=f"against {panel} mechanisms", xlabel="tokens", xscale="log", yscale="log")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7 if len(mine) <= 10 else 5, ncols=1 if len(mine) <= 10 else 2)
     axes[0].set_ylabel(f"{result.direction}, milliseconds")
     source = result.provenance
     figure.suptitle(

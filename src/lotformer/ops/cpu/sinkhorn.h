@@ -32,10 +32,12 @@ static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
   V low = splat(kLargest), high = V{};
   VI sound = low == low;
   for (int v = 0; v < p.vectors; v++) {
-    V column;
-    for (int t = 0; t < W; t++) column[t] = float(columns[v * W + t]);
+    V column, next;
+    for (int t = 0; t < W; t++) {
+      column[t] = float(columns[v * W + t]);
+      next[t] = float(p.mass[v * W + t] / columns[v * W + t]);
+    }
     const VI real = load(p.log_mass + v * W) > 0.5f * kNothing;
-    const V next = load(p.mass + v * W) / column;
     sound &= ((column * scaling.low > kLost) & (column < 1e30f)) | ~real;
     low = real && next < low ? next : low;
     high = real && next > high ? next : high;
