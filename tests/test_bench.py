@@ -206,6 +206,16 @@ def test_roofline_compares_with_a_matrix_product(tmp_path):
         assert point["times_limit"] == pytest.approx(point["matmul_gflops_per_second"] / point["gflops_per_second"])
 
 
+def test_solvers_are_compared_with_their_residuals(tmp_path):
+    path = tmp_path / "out.json"
+    invoke("bench", "solvers", "--max-n", "200", "--rank", "8", "--threads", "1", "--seconds", "0", "--json", str(path))
+    (point,) = load(path)["points"]
+    ms, residual = point["milliseconds"], point["residual"]
+    assert point["newton_times"] == pytest.approx(ms["newton"] / ms["sinkhorn"])
+    assert point["bf16_times_faster"] == pytest.approx(ms["sinkhorn"] / ms["sinkhorn bf16"])
+    assert residual["newton"] < 1e-4 < residual["sinkhorn"]
+
+
 def test_zoo_prints_and_writes_a_row_for_every_mechanism(tmp_path):
     path = tmp_path / "zoo.json"
     output = invoke(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import attention
-from ..bench import figure, memory, roofline, runtime
+from ..bench import figure, memory, roofline, runtime, solvers
 from ..bench.agreement import KernelDisagrees, check_backend
 from ..bench.report import Provenance, provenance, write_json
 from ..bench.timing import thread_count
@@ -152,6 +152,51 @@ def memory_command(
         table.add_row(
             point.label, str(point.n), _mebibytes(point.saved_bytes), _mebibytes(point.peak_bytes), point.skipped or ""
         )
+    console.print(table)
+    write_json(result, json)
+    console.print(f"Wrote {json}")
+
+
+@app.command("solvers")
+def solvers_command(
+    rank: Rank = 32,
+    iters: Iters = 5,
+    eps: Eps = 0.1,
+    tol: Annotated[float, typer.Option(help="Residual the exact solver stops at.")] = 1e-5,
+    max_n: Annotated[int, typer.Option(help="Leave out longer shapes.")] = 2**17,
+    backend: Backend = None,
+    threads: Threads = CORES,
+    seconds: Seconds = 1.0,
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("results/solvers.json"),
+    seed: Seed = 0,
+) -> None:
+    """The exact solver and bf16 tokens against Sinkhorn sweeps in fp32: time and residual."""
+    console = Console()
+    source = provenance(command_line(), threads=threads, seed=seed)
+    with thread_count(threads):
+        name = checked_backend(console, backend, [rank], head_dim=64, heads=4, eps=eps, iters=iters, backward=False)
+        with console.status("Timing …") as status:
+            result = solvers.run(
+                [shape for shape in runtime.TARGET_SHAPES if shape.n <= max_n],
+                rank=rank,
+                iters=iters,
+                eps=eps,
+                tol=tol,
+                backend=name,
+                provenance=source,
+                seconds_each=seconds,
+                on_point=lambda point: status.update(f"Timed {point.shape}"),
+            )
+    table = Table(title=f"LOT r={rank} T={iters} ε={eps:g} tol={tol:g}, backend {name}, forward, {threads} threads")
+    for column in ("shape", "sweeps ms", "residual", "newton ms", "residual", "× sweeps", "bf16 ms", "× faster"):
+        table.add_column(column, justify="left" if column == "shape" else "right")
+    for point in result.points:
+        ms, residual = point.milliseconds, point.residual
+        table.add_row(
+            str(point.shape), f"{ms['sinkhorn']:.3f}", f"{residual['sinkhorn']:.1e}", f"{ms['newton']:.3f}",
+            f"{residual['newton']:.1e}", f"{point.newton_times:.2f}", f"{ms['sinkhorn bf16']:.3f}",
+            f"{point.bf16_times_faster:.2f}",
+        )  # fmt: skip
     console.print(table)
     write_json(result, json)
     console.print(f"Wrote {json}")
