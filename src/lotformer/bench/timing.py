@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .process import memory_kept
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -43,24 +45,28 @@ def alternate(
 ) -> dict[str, Timing]:
     """Time the runs in turns, so that a slow moment of the machine hits all of them.
 
+    The process keeps the memory it has had meanwhile. Otherwise every run would pay for fresh pages after another one
+    gave memory back, and the order of the runs would decide who pays.
+
     A run leaves the rotation when it has had its seconds and `min_repeats`, or `max_repeats`, or all the
     `patience` in seconds there is for a slow one.
     """
-    if warm_up:
-        for run in runs.values():
-            run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     waiting = dict(runs)
-    while waiting:
-        for name, run in list(waiting.items()):
-            start = time.perf_counter()
-            run()
-            taken = samples[name]
-            taken.append(time.perf_counter() - start)
-            spent = sum(taken)
-            enough = len(taken) >= min_repeats and spent >= seconds_each
-            if enough or len(taken) >= max_repeats or spent >= patience:
-                del waiting[name]
+    with memory_kept():
+        if warm_up:
+            for run in runs.values():
+                run()
+        while waiting:
+            for name, run in list(waiting.items()):
+                start = time.perf_counter()
+                run()
+                taken = samples[name]
+                taken.append(time.perf_counter() - start)
+                spent = sum(taken)
+                enough = len(taken) >= min_repeats and spent >= seconds_each
+                if enough or len(taken) >= max_repeats or spent >= patience:
+                    del waiting[name]
     return {name: Timing(min(s), sorted(s)[len(s) // 2], len(s)) for name, s in samples.items()}
 
 
