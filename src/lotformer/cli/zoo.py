@@ -79,7 +79,7 @@ def _table(result: zoo.ZooResult) -> Table:
     table.add_column("doubly\nstoch.", no_wrap=True)
     for column in ("para-\nmeters", f"GFLOP\nN={short}", f"GFLOP\nN={long}", f"ms\nN={short}", f"ms\nN={long}",
                    f"peak\nN={short}"):  # fmt: skip
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=5)  # a cut number is a wrong one
     table.add_column("needs", overflow="fold")
     for row in result.rows:
         table.add_row(
