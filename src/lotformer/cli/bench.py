@@ -112,7 +112,7 @@ def memory_command(
     max_n: Annotated[int, typer.Option(help="Longest sequence; lengths double from the shortest.")] = 2**17,
     mechanisms: Annotated[str, typer.Option(help="Comma-separated names to measure beside sdpa.")] = "lot",
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     rank: Rank = 32,
     iters: Iters = 5,
