@@ -51,7 +51,9 @@ class Workload:
         generator = torch.Generator().manual_seed(self.seed)
         s = self.shape
         q, k, v = (torch.randn(s.batch, s.heads, s.n, s.head_dim, generator=generator) for _ in range(3))
-        return tuple(x.requires_grad_(self.backward) for x in (q, k, v))  # type: ignore[return-value]
+        for x in (q, k, v):
+            x.requires_grad_(self.backward)
+        return q, k, v
 
     def forward(self, module: nn.Module | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if module is None:
