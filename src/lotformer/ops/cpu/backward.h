@@ -1,4 +1,4 @@
-// Gradients. Only the inputs, the output and the potentials of every sweep were kept; K is formed again.
+// Gradients. Only the inputs and the potentials of every sweep were kept; K is formed again.
 //
 // Every half-step of a side is a softmax of the scores, so its share of the score gradient is K_ij times a number of
 // the token times a number of the pivot. All shares together are K ∘ (A B) with as many columns of A as half-steps:
@@ -26,19 +26,28 @@ struct Reverse {
   const Tokens* t;
   float* rows;          // kernel (scaling form) or scores (log form), tokens × padded
   float* grad;          // log form: gradient of the scores, tokens × padded
+  float* shares;        // scaling form: gradient of the plan's weights, one row a token
+  int64_t shares_ld;
   int width, used;      // columns of A: room and filled
   float *a, *b;         // A: tokens × width, B: width × padded
   float* row_scale;     // weight of the plan's own term in each row
   double* log_mass;     // gradient of log a per token, or nullptr
 };
 
-static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool logarithmic, bool masses, float* rows) {
+// The shares live where dx, the gradient of the tokens, will be written over them, if its rows have room for them.
+static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool logarithmic, bool masses, float* rows,
+                            const Rows& dx) {
   Reverse r;
   const int64_t room = round_up(t.count, kBlock);
   r.head = &head;
   r.t = &t;
   r.rows = rows;
   r.grad = logarithmic ? head.arena.take<float>(room * head.pivots.padded) : nullptr;
+  const bool in_place = !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
+  r.shares_ld = in_place ? dx.token : head.pivots.padded;
+  r.shares = logarithmic ? nullptr
+             : in_place  ? static_cast<float*>(dx.data)
+                         : head.arena.take<float>(room * head.pivots.padded);
   r.width = width;
   r.used = 0;
   r.a = logarithmic ? nullptr : head.arena.take<float>(room * width);
@@ -47,6 +56,8 @@ static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool l
   r.log_mass = masses ? head.arena.zeros<double>(room) : nullptr;
   return r;
 }
+
+LOT_INLINE View shares_at(const Reverse& r, int64_t first) { return {r.shares + first * r.shares_ld, r.shares_ld}; }
 
 // Claims a column of A and fills its row of B with factor · x.
 static int claim(Reverse& r, float factor, const float* x) {
@@ -97,23 +108,22 @@ static float* ones(const Head& head) {
 // What the pivots hold, and its gradient.
 struct Mixed {
   float* value;     // (padded, value_padded): Wᵀ v
-  float* centered;  // the same less `center`: rows of P sum to one, so only differences matter
-  float* center;    // (value_padded): Σ_j m_j of the rows
+  float* centered;  // the same less its mean Σ_j m_j Y_j: rows of P sum to one, so only differences matter
   float* grad;      // (padded, value_padded): Pᵀ dout
 };
 
 static Mixed read_mixed(const Head& head, const float* saved) {
   const Measure& p = head.pivots;
   const int64_t width = head.value_padded, size = int64_t(p.padded) * width;
-  Mixed y{head.arena.zeros<float>(size), head.arena.zeros<float>(size), head.arena.zeros<float>(width),
-          head.arena.zeros<float>(size)};
+  Mixed y{head.arena.zeros<float>(size), head.arena.zeros<float>(size), head.arena.zeros<float>(size)};
+  float* mean = head.arena.zeros<float>(width);
   for (int j = 0; j < p.rank; j++)
     for (int d = 0; d < head.call->value_dim; d++) {
       y.value[j * width + d] = saved[int64_t(j) * head.call->value_dim + d];
-      y.center[d] += p.mass[j] * y.value[j * width + d];
+      mean[d] += p.mass[j] * y.value[j * width + d];
     }
   for (int j = 0; j < p.rank; j++)
-    for (int d = 0; d < head.call->value_dim; d++) y.centered[j * width + d] = y.value[j * width + d] - y.center[d];
+    for (int d = 0; d < head.call->value_dim; d++) y.centered[j * width + d] = y.value[j * width + d] - mean[d];
   return y;
 }
 
@@ -135,12 +145,13 @@ static double dot_row(const Head& head, const float* x, const float* y, int j) {
 
 // Forms K with `base` in the exponent and sends the output gradient through P_ij = u_i K_ij b_j:
 // fills y.grad and dg, the gradient of log b.
-static void reverse_query_plan(Reverse& r, const Rows& dout, const Rows& out, const float* base, const float* b,
-                               Mixed& y, const float* values_t, double* dg, const HessianSink* hessian) {
+static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, const float* b, Mixed& y, double* dg,
+                               const HessianSink* hessian) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
   const int width = head.call->value_dim, vectors = head.value_padded / W;
+  const float *values_t = transposed(head, y.centered, b), *nothing = head.arena.zeros<float>(p.padded);
   const int column = claim(r, -1.f, b);
   start_columns(head);
   start_products(head, head.value_padded);
@@ -156,12 +167,9 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const Rows& out, co
       scale_rows(e, count, u, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
       multiply_tn(k.plan, p.padded, p.padded, count, d.data, d.ld, vectors, k.product, head.value_padded);
-      if (t.bf16) {  // the stored output is rounded, so its inner product with dout is formed again
-        multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, k.other, p.padded);
-        dot_blocks(k.plan, k.other, count, p.vectors, k.extra);
-      } else {
-        dot_pairs(d, read_rows(t, out, i, count, width, true, k.output), y.center, count, vectors, k.extra);
-      }
+      const View shares = shares_at(r, i);
+      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(shares.data), shares.ld);
+      dot_pairs({k.plan, p.padded}, shares, nothing, count, p.vectors, k.extra);
       for (int l = 0; l < count; l++) k.weight[l] = u[l] * k.extra[l];
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       put_column(r, column, i, count, k.weight);
@@ -184,15 +192,14 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
-  const int width = head.call->value_dim, vectors = head.value_padded / W;
+  const int width = head.call->value_dim;
   float* send = head.arena.zeros<float>(int64_t(p.padded) * head.value_padded);  // ω dY
   float* level = head.arena.zeros<float>(p.padded);                             // ω κ, κ_j = Y_j · dY_j
-  float* level_centered = head.arena.zeros<float>(p.padded);
+  const float* values_t = transposed(head, y.grad, omega);
   for (int j = 0; j < p.rank; j++) {
     for (int d = 0; d < head.value_padded; d++)
       send[int64_t(j) * head.value_padded + d] = omega[j] * y.grad[int64_t(j) * head.value_padded + d];
     level[j] = float(omega[j] * dot_row(head, y.value, y.grad, j));
-    level_centered[j] = float(omega[j] * dot_row(head, y.centered, y.grad, j));
   }
   const int plan = claim(r, -1.f, level), row = claim(r, -1.f, b);
   start_columns(head);
@@ -211,14 +218,15 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
       if (hessian) hessian->add(k, e, k.extra, t.mass + i, count);
       put_column(r, plan, i, count, r.row_scale + i);
       const View to = target_rows(t, dv, i, width, k.output);
-      multiply_nn(e, p.padded, count, p.rank, send, head.value_padded, vectors, const_cast<float*>(to.data), to.ld,
-                  r.row_scale + i);
+      multiply_nn(e, p.padded, count, p.rank, send, head.value_padded, head.value_padded / W, const_cast<float*>(to.data),
+                  to.ld, r.row_scale + i);
       const View v = read_rows(t, values, i, count, width, true, k.input);
-      dot_pairs(to, v, y.center, count, vectors, k.shift);
       write_rows(t, dv, i, count, width, to, k.output);
-      dot_rows(e, count, level_centered, p.vectors, k.sum);
+      const View shares = shares_at(r, i);
+      multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(shares.data), shares.ld);
+      dot_pairs({e, p.padded}, shares, level, count, p.vectors, k.shift);
       for (int l = 0; l < count; l++) {
-        const float df = k.shift[l] - r.row_scale[i + l] * k.sum[l];
+        const float df = r.row_scale[i + l] * k.shift[l];
         k.shift[l] = df;
         k.weight[l] = k.extra[l] * df;
       }
@@ -304,13 +312,12 @@ static void softmax_gradient(const float* plan, const float* level, const float*
             load(plan + i * ld + v * W) * (load(to + i * ld + v * W) - load(level + v * W) - row[i]));
 }
 
-static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g, Mixed& y, const float* values_t,
-                                   double* dg) {
+static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g, Mixed& y, double* dg) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
   const int width = head.call->value_dim;
-  const float* nothing = head.arena.zeros<float>(p.padded);
+  const float *values_t = transposed(head, y.centered, ones(head)), *nothing = head.arena.zeros<float>(p.padded);
   start_columns(head);
   start_products(head, head.value_padded);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -404,9 +411,22 @@ static void reverse_sweep_log(Reverse& r, const float* g, const float* next, dou
 
 // ---- from the score gradient to the inputs ----
 
-// ds = K ∘ (A B + row_scale · rows values_t), or what log form has collected; then dx = ds · scaled pivots and
-// the pivots' gradient.
-static void write_token_gradient(Reverse& r, const Rows& rows, const float* values_t, const Rows& dx, Totals& totals) {
+// to = e ∘ (scale_i shares + other)
+LOT_INLINE void weigh_shares(const float* e, const View& shares, const float* scale, const float* other, int count,
+                             int vectors, float* to) {
+  const int64_t ld = int64_t(vectors) * W;
+  for (int i = 0; i < count; i++) {
+    const V factor = splat(scale[i]);
+    for (int v = 0; v < vectors; v++) {
+      const int64_t at = i * ld + v * W;
+      store(to + at, load(e + at) * (factor * load(shares.data + i * shares.ld + v * W) + load(other + at)));
+    }
+  }
+}
+
+// ds = K ∘ (A B + row_scale · shares), or what log form has collected; then dx = ds · scaled pivots and the pivots'
+// gradient.
+static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
@@ -419,12 +439,8 @@ static void write_token_gradient(Reverse& r, const Rows& rows, const float* valu
       if (r.grad) {
         ds = r.grad + i * ld;
       } else {
-        const float* e = r.rows + i * ld;
-        const View g = read_rows(t, rows, i, count, head.call->value_dim, false, k.input);
-        multiply_nn(g.data, g.ld, count, head.call->value_dim, values_t, ld, p.vectors, k.plan, ld, r.row_scale + i);
         multiply_nn(r.a + i * r.width, r.width, count, r.used, r.b, ld, p.vectors, k.other, ld);
-        for (int64_t l = 0; l < count * ld; l += W)
-          store(k.plan + l, load(e + l) * (load(k.plan + l) + load(k.other + l)));
+        weigh_shares(r.rows + i * ld, shares_at(r, i), r.row_scale + i, k.other, count, p.vectors, k.plan);
       }
       const View to = target_rows(t, dx, i, p.dim, k.output);
       multiply_nn(ds, ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, const_cast<float*>(to.data), to.ld);
@@ -479,8 +495,9 @@ static void clear_gradients(const Call& c, int64_t b, int64_t h, Tokens queries,
       memset(c.grad_masses[side] + (b * c.heads + h) * c.length[side], 0, sizeof(float) * size_t(c.length[side]));
 }
 
-static void reverse_sinkhorn(Reverse& r, int side, const float* state, const float* form, const Rows& near,
-                             const Rows& far, Mixed& y, double* log_mass) {
+// `given` are the rows the plan meets: dout on the query side, v on the key side, whose gradient goes to dv.
+static void reverse_sinkhorn(Reverse& r, int side, const float* state, const float* form, const Rows& given,
+                             const Rows& dv, Mixed& y, double* log_mass) {
   const Head& head = *r.head;
   const int rank = head.pivots.rank, rounds = head.call->iters;
   const bool logarithmic = form[side] != 0;
@@ -494,11 +511,10 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
   };
   if (logarithmic) score_all(head, *r.t, r.rows);
   if (side == kQuery) {
-    const float* values_t = transposed(head, y.centered, logarithmic ? ones(head) : saved(rounds));
     if (logarithmic)
-      reverse_query_plan_log(r, near, saved(rounds), y, values_t, dg);
+      reverse_query_plan_log(r, given, saved(rounds), y, dg);
     else
-      reverse_query_plan(r, near, far, zero_potential(head), saved(rounds), y, values_t, dg, nullptr);
+      reverse_query_plan(r, given, zero_potential(head), saved(rounds), y, dg, nullptr);
     for (int sweep = rounds; sweep >= 1; sweep--) {
       credit();
       if (logarithmic)
@@ -515,9 +531,9 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
                              : (j < rank ? last / head.pivots.mass[j] : 0.f);
   }
   if (logarithmic)
-    reverse_key_plan_log(r, near, far, saved(rounds), closing, y, dg);
+    reverse_key_plan_log(r, given, dv, saved(rounds), closing, y, dg);
   else
-    reverse_key_plan(r, near, far, zero_potential(head), saved(rounds), closing, y, &form[2], dg, nullptr);
+    reverse_key_plan(r, given, dv, zero_potential(head), saved(rounds), closing, y, &form[2], dg, nullptr);
   for (int sweep = rounds - 1; sweep >= 1; sweep--) {
     credit();
     if (logarithmic)
@@ -532,9 +548,9 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
     reverse_first_key_step(r, saved(1), dg);
 }
 
-// Implicit differentiation: dg = −H⁺ d(b − m) at the solution, one solve. Returns the weights of the plan's columns.
-static const float* reverse_newton(Reverse& r, int side, const float* state, const Rows& near, const Rows& far,
-                                   Mixed& y, double* log_mass) {
+// Implicit differentiation: dg = −H⁺ d(b − m) at the solution, one solve.
+static void reverse_newton(Reverse& r, int side, const float* state, const Rows& given, const Rows& dv, Mixed& y,
+                           double* log_mass) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
@@ -542,13 +558,10 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
   const HessianSink sink{&head, head.arena.zeros<float>(head.workers * square)};
   const float *g = potential_or_scaling(head, state, true), *one = ones(head);
   double* dg = head.arena.zeros<double>(p.padded);
-  const float* weights = one;
-  if (side == kQuery) {
-    reverse_query_plan(r, near, far, g, one, y, transposed(head, y.centered, one), dg, &sink);
-  } else {
-    weights = potential_or_scaling(head, state + p.rank, false);
-    reverse_key_plan(r, near, far, g, one, weights, y, nullptr, dg, &sink);
-  }
+  if (side == kQuery)
+    reverse_query_plan(r, given, g, one, y, dg, &sink);
+  else
+    reverse_key_plan(r, given, dv, g, one, potential_or_scaling(head, state + p.rank, false), y, nullptr, dg, &sink);
   const System system = open_system(head);
   factorise(system, sink.matrices, head.workers, head.worker[0].columns2, kBackwardRidge);
   apply_inverse(system, 1, {dg});
@@ -575,7 +588,6 @@ static const float* reverse_newton(Reverse& r, int side, const float* state, con
       add_log_mass(r, i, count, k.shift);
     }
   });
-  return weights;
 }
 
 static void backward_sample(const Head& head, Totals totals) {
@@ -593,7 +605,7 @@ static void backward_sample(const Head& head, Totals totals) {
   const float* state = c.state + which * size;
   const float* form = state + size - 4;
   const float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 1) * c.rank;
-  const Rows dout = at_head(c.grad_out, c.bf16, b, h), out = at_head(c.out, c.bf16, b, h);
+  const Rows dout = at_head(c.grad_out, c.bf16, b, h);
   const Rows values = at_head(c.values, c.bf16, b, h), dv = at_head(c.grad_values, c.bf16, b, h);
   Mixed y = read_mixed(head, c.mixed + which * c.rank * c.value_dim);
   float* rows = head.arena.take<float>(round_up(most(queries.count, keys.count), kBlock) * p.padded);
@@ -602,24 +614,13 @@ static void backward_sample(const Head& head, Totals totals) {
     const size_t side_mark = c.host.mark();
     const Tokens& t = side == kQuery ? queries : keys;
     const bool logarithmic = c.solver == kSinkhorn && form[side] != 0;
-    Reverse r = open_reverse(head, t, width, logarithmic, c.grad_masses[side] != nullptr, rows);
-    const float* own = side == kQuery ? state : key_state;
-    const float* weights = ones(head);  // of the plan's columns: b or ω
-    if (c.solver == kSinkhorn) {
-      reverse_sinkhorn(r, side, own, form, side == kQuery ? dout : values, side == kQuery ? out : dv, y,
-                       totals.log_masses);
-      if (!logarithmic) {
-        float* last = potential_or_scaling(head, own + int64_t(side == kQuery ? c.iters - 1 : c.iters) * c.rank, false);
-        for (int j = 0; side == kKey && j < c.rank; j++) last[j] /= p.mass[j];
-        weights = last;
-      }
-    } else {
-      weights = reverse_newton(r, side, own, side == kQuery ? dout : values, side == kQuery ? out : dv, y,
-                               totals.log_masses);
-    }
-    const float* values_t = transposed(head, side == kQuery ? y.centered : y.grad, weights);
-    const Rows dx = at_head(c.grad_tokens[side], c.bf16, b, h);
-    write_token_gradient(r, side == kQuery ? dout : values, values_t, dx, totals);
+    const Rows dx = at_head(c.grad_tokens[side], c.bf16, b, h), given = side == kQuery ? dout : values;
+    Reverse r = open_reverse(head, t, width, logarithmic, c.grad_masses[side] != nullptr, rows, dx);
+    if (c.solver == kSinkhorn)
+      reverse_sinkhorn(r, side, side == kQuery ? state : key_state, form, given, dv, y, totals.log_masses);
+    else
+      reverse_newton(r, side, side == kQuery ? state : key_state, given, dv, y, totals.log_masses);
+    write_token_gradient(r, dx, totals);
     clear_padding(t, dx, c.length[side], c.dim);
     if (c.grad_masses[side]) write_mass_gradient(r, side);
     c.host.release(side_mark);

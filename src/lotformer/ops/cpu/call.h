@@ -50,7 +50,7 @@ struct Call {
   int iters;
   double tol;
 
-  Rows out;
+  Rows out;      // forward only
   float* state;  // (batch, heads, state_size): potentials of every sweep, see state.h
   float* mixed;  // (batch, heads, rank, value_dim): Wᵀ v
 

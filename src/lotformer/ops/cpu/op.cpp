@@ -198,20 +198,19 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor grad_out, Tensor out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots,
-    Tensor log_masses, MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
+    Tensor grad_out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses,
+    MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
     MaybeTensor query_mask, MaybeTensor key_mask, double temperature, int64_t solver, int64_t iters, double tol) {
   Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
             solver, iters, tol);
   lot::Call& c = in.call;
-  Tensor dout = with_contiguous_rows(grad_out), saved = with_contiguous_rows(out);
+  Tensor dout = with_contiguous_rows(grad_out);
   expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[0], c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor dpivots = floats(q, {c.heads, c.rank, c.dim}), dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
   Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});
   Tensor dkey = floats(q, {c.batch, c.heads, key_masses ? c.length[lot::kKey] : 0});
-  c.out = rows(saved);
   c.state = data(state);
   c.mixed = data(mixed);
   c.grad_out = rows(dout);
@@ -233,7 +232,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
       "Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, "
       "int iters, float tol) -> (Tensor out, Tensor state, Tensor mixed)");
   library.def(
-      "cpu_backward(Tensor grad, Tensor out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, "
+      "cpu_backward(Tensor grad, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, "
       "Tensor log_masses, Tensor? temperatures, Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, "
       "Tensor? key_mask, float temperature, int solver, int iters, float tol) -> (Tensor q, Tensor k, Tensor v, "
       "Tensor pivots, Tensor log_masses, Tensor temperatures, Tensor query_masses, Tensor key_masses)");

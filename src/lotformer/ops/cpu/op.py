@@ -113,7 +113,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, pivots: Tensor, *rest: Any) -
 
 
 def _fake_backward(
-    grad: Tensor, out: Tensor, state: Tensor, mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, pivots: Tensor,
+    grad: Tensor, state: Tensor, mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, pivots: Tensor,
     log_masses: Tensor, temperatures: Tensor | None, query_masses: Tensor | None, key_masses: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -127,16 +127,16 @@ def _fake_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.options = inputs[:10], inputs[10:]
-    ctx.save_for_backward(*output, *tensors)
+    ctx.save_for_backward(*output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-    *output, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask = (
+    state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask = (
         ctx.saved_tensors
     )
     grads = torch.ops.lotformer.cpu_backward(
-        _rows(grad), *output, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses,
+        _rows(grad), state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses,
         query_mask, key_mask, *ctx.options,
     )  # fmt: skip
     wanted = (q, k, v, pivots, log_masses, temperatures, query_masses, key_masses)
