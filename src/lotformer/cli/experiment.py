@@ -35,12 +35,16 @@ def glue(
     ] = None,
     methods: Annotated[str, typer.Option(help="Columns, separated by commas.")] = "t2r,t2r-hh,hedgehog,lot,lot-uniform",
     epochs: Annotated[float, typer.Option(help="Epochs of the softmax model.")] = 3.0,
-    swap_epochs: Annotated[float, typer.Option(help="Epochs after the swap.")] = 2.0,
+    imitation_steps: Annotated[
+        int, typer.Option(min=0, help="Steps of imitating the softmax model's hidden states after the swap.")
+    ] = 1000,
+    imitation_lr: Annotated[float, typer.Option(help="Learning rate of the old weights meanwhile.")] = 1e-4,
+    swap_epochs: Annotated[float, typer.Option(help="Epochs with labels after that.")] = 1.0,
     max_steps: Annotated[int, typer.Option(help="At most this many steps of the softmax model.")] = 100_000,
-    max_swap_steps: Annotated[int, typer.Option(help="At most this many steps after the swap.")] = 100_000,
+    max_swap_steps: Annotated[int, typer.Option(help="At most this many steps with labels after the swap.")] = 100_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 32,
     lr: Annotated[float, typer.Option(help="Learning rate of the softmax model.")] = 5e-5,
-    swap_lr: Annotated[float, typer.Option(help="Learning rate of the old weights after the swap.")] = 2e-5,
+    swap_lr: Annotated[float, typer.Option(help="Learning rate of the old weights with labels.")] = 2e-5,
     calibration_steps: Annotated[int, typer.Option(help="Steps of calibration.")] = 250,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
 ) -> None:
@@ -55,6 +59,8 @@ def glue(
     settings = experiment.Settings(
         epochs=epochs,
         max_steps=max_steps,
+        imitation_steps=imitation_steps,
+        imitation_lr=imitation_lr,
         swap_epochs=swap_epochs,
         max_swap_steps=max_swap_steps,
         batch_size=batch_size,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def finetune(
     mechanism_lr: float = 5e-3,
     weight_decay: float = 0.0,
     hidden_weight: float = 0.3,
+    layer_weight: float = 0.0,
     freeze_embeddings: bool = True,
     exact_share: float = 1.0,
     seed: int = 0,
@@ -58,11 +60,13 @@ def finetune(
 
     Without `loss`, the model imitates its own outputs of before the conversion and needs no labels:
     `(1 − cos(pooled, pooled*)) + hidden_weight · ‖h − h*‖² / ‖h*‖²`, where pooled is the mean over real tokens and h
-    the hidden states (or logits). With `loss`, that is minimised, plus the imitation if a `teacher` is given too.
+    the hidden states (or logits), plus `layer_weight` times the same relative error of what every converted layer
+    receives, mean over the layers. With `loss`, that is minimised, plus the imitation if a `teacher` is given too.
 
     Args:
         batches: inputs, as in `calibrate`; a list, since steps visit them more than once.
-        teacher: the model to imitate; by default this model as it is now with softmax back in place.
+        teacher: the model to imitate; by default this model as it is now with softmax back in place. For
+            `layer_weight` its attention modules must have the names they have in `model`.
         loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`.
         lr, mechanism_lr, weight_decay: of AdamW for the host's weights and for the mechanisms; a cosine for both.
         freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
@@ -78,6 +82,7 @@ def finetune(
         require_converted(model)
         teacher = softmax_copy(model) if teacher is None else teacher
     start = time.perf_counter()
+    loss_of = _Loss(model, teacher, loss, hidden_weight, layer_weight)
     modes = {module: module.training for module in model.modules()}
     frozen = _freeze_embeddings(model) if freeze_embeddings else []
     run = _Run(model, batches, steps, lr, mechanism_lr, weight_decay, exact_share, seed)
@@ -86,7 +91,7 @@ def finetune(
     model.train(loss is not None)  # imitation compares with a teacher that drops nothing
     try:
         while run.step < steps:
-            value = run.advance(lambda batch: _loss(model, batch, teacher, loss, hidden_weight))
+            value = run.advance(loss_of)
             if on_step is not None:
                 on_step(run.step, steps, value)
             if checkpoint is not None and run.step % 100 == 0:
@@ -123,25 +128,76 @@ def pooled(hidden: Tensor, batch: Batch) -> Tensor:
     return (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
 
 
-def _loss(
-    model: nn.Module, batch: Batch, teacher: nn.Module | None, task: TaskLoss | None, hidden_weight: float
-) -> Tensor:
-    output = call(model, batch)
-    parts: list[Tensor] = [] if task is None else [task(output, batch)]
-    if teacher is not None:
-        with torch.no_grad():
-            target = main_tensor(call(teacher, batch))
-        parts.append(_imitation(main_tensor(output), target, batch, hidden_weight))
-    return torch.stack(parts).sum()
+class _Loss:
+    """What a batch costs: the task's loss, the distance from the teacher, or both."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        teacher: nn.Module | None,
+        task: TaskLoss | None,
+        hidden_weight: float,
+        layer_weight: float,
+    ) -> None:
+        self.model, self.teacher, self.task = model, teacher, task
+        self.hidden_weight, self.layer_weight = hidden_weight, layer_weight
+        self.layers = [name for name, _ in converted(model)] if layer_weight else []
+        if layer_weight and (teacher is None or not self.layers):
+            raise ValueError("`layer_weight` needs a converted model and a teacher whose layers it can follow.")
+        for name in self.layers:
+            if teacher is not None and name not in dict(teacher.named_modules()):
+                raise ValueError(
+                    f"`layer_weight`: the teacher has no layer {name!r} to follow. Give it the model's own "
+                    "architecture, or leave the layers out with `layer_weight=0`."
+                )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        with _received(self.model, self.layers) as own:
+            output = call(self.model, batch)
+        parts: list[Tensor] = [] if self.task is None else [self.task(output, batch)]
+        if self.teacher is not None:
+            with torch.no_grad(), _received(self.teacher, self.layers) as theirs:
+                target = main_tensor(call(self.teacher, batch))
+            parts.append(_imitation(main_tensor(output), target, batch, self.hidden_weight))
+            errors = [_relative_error(own[name], theirs[name], batch) for name in self.layers]
+            if errors:
+                parts.append(self.layer_weight * torch.stack(errors).mean())
+        return torch.stack(parts).sum()
+
+
+@contextmanager
+def _received(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """While inside, note the first tensor that each of these layers is called with."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[name] = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+        )
+        for name in layers
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _imitation(hidden: Tensor, target: Tensor, batch: Batch, hidden_weight: float) -> Tensor:
     hidden, target = widened(hidden), widened(target)
     cosine = torch.cosine_similarity(pooled(hidden, batch), pooled(target, batch), dim=-1).mean()
+    return 1 - cosine + hidden_weight * _relative_error(hidden, target, batch)
+
+
+def _relative_error(hidden: Tensor, target: Tensor, batch: Batch) -> Tensor:
+    """`‖h − h*‖² / ‖h*‖²` over real tokens."""
+    hidden, target = widened(hidden), widened(target)
     mask = _mask(hidden, batch)
-    real: Tensor | float = 1.0 if mask is None or hidden.dim() != 3 else mask
-    relative = ((hidden - target) * real).square().sum() / (target * real).square().sum().clamp_min(1e-12)
-    return 1 - cosine + hidden_weight * relative
+    real: Tensor | float = 1.0 if mask is None else mask
+    return ((hidden - target) * real).square().sum() / (target * real).square().sum().clamp_min(1e-12)
 
 
 def _mask(hidden: Tensor, batch: Batch) -> Tensor | None:

@@ -53,10 +53,10 @@ class CellFolder(Generic[Cell]):
         path = self._finished(name)
         return self.restore(read(path)["cell"]) if path.is_file() else None
 
-    def begin(self, name: str, settings: Mapping[str, Any]) -> Path:
-        """Note with which settings the cell is begun; returns where its training may keep a checkpoint."""
+    def begin(self, name: str, settings: Mapping[str, Any], part: str = "training") -> Path:
+        """Note with which settings the cell is begun; returns where this part of it may keep a checkpoint."""
         write_json(_Begun(dict(settings)), self._begun(name))
-        return self.folder / f"{name}.checkpoint"
+        return self.folder / f"{name}.{part}.checkpoint"
 
     def finish(self, name: str, cell: Cell, settings: Mapping[str, Any], budget: Mapping[str, Any], seed: int) -> Cell:
         """Store the cell and drop what `begin` has left."""
@@ -64,7 +64,8 @@ class CellFolder(Generic[Cell]):
         record = Record(cell, dict(settings), dict(budget), source, metadata.version("transformers"))
         write_json(record, self._finished(name))
         self._begun(name).unlink(missing_ok=True)
-        (self.folder / f"{name}.checkpoint").unlink(missing_ok=True)
+        for left in self.folder.glob(f"{name}.*.checkpoint"):
+            left.unlink()
         return cell
 
     def record(self, name: str) -> dict[str, Any] | None:

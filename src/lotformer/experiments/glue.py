@@ -1,5 +1,8 @@
 """Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
 
+Fine-tuning after the swap has two parts, the same for every method: the encoder first imitates the hidden states of the
+softmax model layer by layer, which tells it far more per example than a label does, then it sees the labels.
+
 Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
 run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
 of what the softmax model reaches, as in the paper, and always stands next to the residual of the couplings that
@@ -57,7 +60,9 @@ class Settings:
     epochs: float = 3.0
     max_steps: int = 100_000
     lr: float = 5e-5
-    swap_epochs: float = 2.0
+    imitation_steps: int = 1000
+    imitation_lr: float = 1e-4
+    swap_epochs: float = 1.0
     max_swap_steps: int = 100_000
     swap_lr: float = 2e-5
     batch_size: int = 32
@@ -65,6 +70,10 @@ class Settings:
     calibration_steps: int = 250
     calibration_texts: int = 2560
     seed: int = 0
+
+
+_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed", "checkpoint")
+"""The settings that the softmax model depends on: any way to convert may share it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,8 @@ def run(
     stamped = stamp(settings, checkpoint)
     folders = {task: CellFolder(out / task, _restore, command) for task in tasks}
     for folder in folders.values():  # at the door, not after hours; cells of other columns share the table
-        for name in ("softmax", *METHODS):
+        folder.find("softmax", _before_swap(stamped))
+        for name in METHODS:
             folder.find(name, stamped)
     cells = []
     for task, folder in folders.items():
@@ -111,6 +121,10 @@ def run(
         cells.append(bench.softmax())
         cells += [bench.swapped(name, METHODS[name]) for name in methods]
     return cells
+
+
+def _before_swap(stamped: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: stamped[name] for name in _BEFORE_SWAP}
 
 
 def report(out: Path) -> str:
@@ -167,11 +181,13 @@ def _marginals(cell: Cell | None) -> str:
 
 def _budget(record: Mapping[str, Any]) -> str:
     s = record["settings"]
+    labels = f"{s['swap_epochs']:g} epochs of labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
+    imitation = f"{s['imitation_steps']} steps of imitation, lr {s['imitation_lr']:g}, " if "imitation_steps" in s else ""
     checkpoint = f"{s['checkpoint']}, " if "checkpoint" in s else ""
     return (
         f"{checkpoint}softmax {s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}; "
-        f"after the swap {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs, then "
-        f"{s['swap_epochs']:g} epochs, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}; "
+        f"after the swap {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs, {imitation}"
+        f"then {labels}; "
         f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}; {machine(record)}"
     )
 
@@ -203,14 +219,14 @@ class _Bench:
 
     def softmax(self) -> Cell:
         """The model everything is compared with, fine-tuned once and kept."""
-        found = self.cells.find("softmax", self.stamped)
+        found = self.cells.find("softmax", _before_swap(self.stamped))
         if found is not None:
             return found
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
         model = self._model(self.checkpoint)
         steps = min(math.ceil(self.settings.epochs * len(self.train)), self.settings.max_steps)
-        self._finetune(model, steps, self.settings.lr, 0.0, "softmax")
+        self._learn_labels(model, steps, self.settings.lr, 0.0, "softmax")
         model.save_pretrained(self.cells.folder / "softmax")
         score = evaluate(model, self.dev, self.task)
         seconds = time.perf_counter() - start
@@ -229,10 +245,9 @@ class _Bench:
         if method.objective is not None:
             count = max(5, self.settings.calibration_texts // self.settings.batch_size)
             stride = max(1, len(self.train) // count)
-            inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in self.train[::stride][:count]]
             conversion.calibrate(
                 model,
-                inputs,
+                _unlabelled(self.train[::stride][:count]),
                 objective=method.objective,
                 steps=self.settings.calibration_steps,
                 lr=method.calibration_lr,
@@ -241,10 +256,10 @@ class _Bench:
             )
         before = evaluate(model, self.dev, self.task)
         steps = min(math.ceil(self.settings.swap_epochs * len(self.train)), self.settings.max_swap_steps)
-        self._finetune(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
+        self._imitate(model, method.mechanism_lr, name)
+        self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
         score = evaluate(model, self.dev, self.task)
-        inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in self.dev]
-        quality = conversion.coupling_quality(model, inputs[:: max(1, len(inputs) // 6)])
+        quality = conversion.coupling_quality(model, _unlabelled(self.dev[:: max(1, len(self.dev) // 6)]))
         return self._finish(
             Cell(
                 task=self.task.name,
@@ -264,7 +279,27 @@ class _Bench:
 
         return AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=self.task.outputs)
 
-    def _finetune(self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str) -> None:
+    def _imitate(self, model: nn.Module, mechanism_lr: float, name: str) -> None:
+        """Teach the converted encoder what the softmax encoder makes of the task's texts, in every layer."""
+        if not self.settings.imitation_steps:
+            return
+        conversion.finetune(
+            _encoder(model),
+            _unlabelled(self.train),
+            teacher=_encoder(self._model(self.cells.folder / "softmax")).eval(),
+            hidden_weight=1.0,
+            layer_weight=1.0,
+            steps=self.settings.imitation_steps,
+            lr=self.settings.imitation_lr,
+            mechanism_lr=mechanism_lr,
+            seed=self.settings.seed,
+            checkpoint=self.cells.begin(name, self.stamped, "imitation"),
+            on_step=lambda now, total, _: self.listen(f"{self.task.name}: {name} imitates softmax", now, total),
+        )
+
+    def _learn_labels(self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str) -> None:
+        if not steps:
+            return
         conversion.finetune(
             model,
             self.train,
@@ -274,12 +309,21 @@ class _Bench:
             mechanism_lr=mechanism_lr,
             freeze_embeddings=False,
             seed=self.settings.seed,
-            checkpoint=self.cells.begin(name, self.stamped),
+            checkpoint=self.cells.begin(name, self.stamped, "labels"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),
         )
 
     def _finish(self, cell: Cell, steps: int) -> Cell:
         return self.cells.finish(cell.method, cell, self.stamped, {"steps": steps}, self.settings.seed)
+
+
+def _unlabelled(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+
+
+def _encoder(model: Any) -> nn.Module:
+    """The part of a Hugging Face classifier that makes hidden states."""
+    return model.base_model
 
 
 @torch.no_grad()
