@@ -78,12 +78,18 @@ def run(problem: Problem) -> Tensor:
     return out
 
 
+# What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
+
+
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator, past the autograd layer where nothing asks for a gradient: it costs as much as a small call."""
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    ):
+    if torch.compiler.is_compiling():
         return torch.ops.lotformer.cpu_forward(*inputs)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return _Eager.apply(*inputs)
+    return _bare_forward(*inputs)
+
+
+def _bare_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.lotformer.cpu_forward.default(*inputs)
 
@@ -135,13 +141,28 @@ def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]
     state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask = (
         ctx.saved_tensors
     )
-    grads = torch.ops.lotformer.cpu_backward(
+    arguments = (
         _rows(grad), state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses,
         query_mask, key_mask, *ctx.options,
     )  # fmt: skip
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        grads = torch.ops.lotformer.cpu_backward(*arguments)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            grads = torch.ops.lotformer.cpu_backward.default(*arguments)
     wanted = (q, k, v, pivots, log_masses, temperatures, query_masses, key_masses)
     masks_and_options = (None,) * 6
     return (*(None if x is None else g for x, g in zip(wanted, grads, strict=True)), *masks_and_options)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _bare_forward(*inputs)
+        _setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
+        return output
+
+    backward = staticmethod(_backward)
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:
