@@ -11,6 +11,7 @@ import transformers
 import lotformer
 from lotformer.attention.lot import LOT
 from lotformer.conversion import activations, coupling_quality
+from lotformer.conversion.probe import main_tensor
 from lotformer.conversion.sites import converted
 from small_models import SMALL, output
 
@@ -199,6 +200,24 @@ class TestFinetuning:
         assert report.losses[-1] < report.losses[0]
         assert torch.equal(model.embeddings.word_embeddings.weight, tables)
         assert model.embeddings.word_embeddings.weight.requires_grad
+
+    def test_following_the_layers_brings_the_inputs_of_every_layer_closer(self):
+        original, probe = SMALL["bert"].build(), batches(1)[0]
+
+        def error_in_the_middle(weight: float) -> float:
+            model = bert(solver="sinkhorn")
+            lotformer.finetune(model, batches(), steps=30, lr=1e-3, hidden_weight=0.0, layer_weight=weight)
+            ours, theirs = (m.eval()(**probe, output_hidden_states=True).hidden_states[1] for m in (model, original))
+            return ((ours - theirs) * probe["attention_mask"][..., None]).norm().item()
+
+        assert error_in_the_middle(10.0) < 0.9 * error_in_the_middle(0.0)
+
+    @pytest.mark.parametrize("teacher", ["vit", None], ids=["another-architecture", "no-teacher"])
+    def test_following_the_layers_needs_a_teacher_that_has_them(self, teacher):
+        arguments = {"loss": lambda out, _: main_tensor(out).sum()} if teacher is None else {}
+        teacher = None if teacher is None else SMALL[teacher].build()
+        with pytest.raises(ValueError, match=r"`layer_weight`.*teacher"):
+            lotformer.finetune(bert(), batches(), teacher=teacher, layer_weight=1.0, **arguments)
 
     def test_a_task_is_learned_from_its_loss(self):
         model = SMALL["bert-classifier"].build()

@@ -98,7 +98,9 @@ def checkpoint(tmp_path) -> Path:
 
 def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     sst(tmp_path)
-    settings = experiment.Settings(epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4)
+    settings = experiment.Settings(
+        epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=10
+    )
     methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform"]
     out = tmp_path / "out"
     cells = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
@@ -149,12 +151,13 @@ class TestFoldersOfCells:
         assert "| softmax, score | 90.0 | 60.0 | 75.0 |" in said
         assert "| lot, % recovered | 98.7 | 99.3 | 99.0 |" in said
         assert "| hedgehog, % recovered | – | 97.1 | – |" in said, "a mean over fewer tasks is not comparable"
-        notes = {line.split(":")[0]: line for line in said.splitlines() if line.startswith("- ") and "seed" in line}
-        assert "at most 300 steps" in notes["- cola"]
-        assert "seed 5" in notes["- cola"]
-        assert "batch 8" in notes["- rte"]
-        assert f"torch {torch.__version__}" in notes["- rte"]
-        assert "- rte: fine-tuning steps taken: softmax 77, hedgehog 77, lot 77." in said
+        notes = {": ".join(line.split(": ")[:2]): line for line in said.splitlines() if line.startswith("- ")}
+        assert "at most 300 steps" in notes["- cola: softmax"]
+        assert "seed 5" in notes["- cola: softmax"]
+        assert "1000 steps of imitation" in notes["- cola: converted"]
+        assert "batch 8" in notes["- rte: converted"]
+        assert f"torch {torch.__version__}" in notes["- rte: converted"]
+        assert "- rte: steps with labels: softmax 77, hedgehog 77, lot 77." in said
 
     @pytest.mark.parametrize("early", [False, True], ids=["complete", "early"])
     @pytest.mark.parametrize("method", ["softmax", "hedgehog"], ids=["asked-for", "of-another-column"])

@@ -143,7 +143,7 @@ def report(out: Path) -> str:
                 tasks.append(task)
         steps = [f"{name} {record['budget']['steps']}" for name, record in found.items() if "budget" in record]
         if steps:
-            budgets.setdefault(f"fine-tuning steps taken: {', '.join(steps)}", []).append(task)
+            budgets.setdefault(f"steps with labels: {', '.join(steps)}", []).append(task)
     notes = [f"- {', '.join(tasks)}: {text}." for text, tasks in budgets.items()]
     return "\n".join([table(cells), "", *notes])
 
@@ -181,15 +181,17 @@ def _marginals(cell: Cell | None) -> str:
 
 def _budget(record: Mapping[str, Any]) -> str:
     s = record["settings"]
-    labels = f"{s['swap_epochs']:g} epochs of labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
-    imitation = f"{s['imitation_steps']} steps of imitation, lr {s['imitation_lr']:g}, " if "imitation_steps" in s else ""
-    checkpoint = f"{s['checkpoint']}, " if "checkpoint" in s else ""
-    return (
-        f"{checkpoint}softmax {s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}; "
-        f"after the swap {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs, {imitation}"
-        f"then {labels}; "
-        f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}; {machine(record)}"
-    )
+    if record["cell"]["method"] == "softmax":
+        spent = f"{s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}"
+        spent = f"softmax: {s['checkpoint']}, {spent}" if "checkpoint" in s else f"softmax: {spent}"
+    else:
+        imitated = s.get("imitation_steps", 0)
+        imitation = f"{imitated} steps of imitation, lr {s['imitation_lr']:g}; " if imitated else ""
+        spent = (
+            f"converted: {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs; {imitation}"
+            f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
+        )
+    return f"{spent}; batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}; {machine(record)}"
 
 
 def _restore(plain: dict[str, Any]) -> Cell:
