@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def _evaluate(
 ) -> dict[str, Tensor]:
     names = ("q", "k", "v", "pivots", "log_masses")
     inputs = {name: getattr(problem, name).to(dtype).requires_grad_(backward) for name in names}
-    out = backend.run(replace(problem, **inputs))
+    out = backend.run(problem._replace(**inputs))
     found = {"the output": out.detach()}
     if backward:
         gradients = torch.autograd.grad(out, list(inputs.values()), upstream.to(dtype))

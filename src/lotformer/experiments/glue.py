@@ -1,7 +1,7 @@
 """Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
 
-Fine-tuning after the swap has two parts, the same for every method: the encoder first imitates the hidden states of the
-softmax model layer by layer, which tells it far more per example than a label does, then it sees the labels.
+Fine-tuning after the swap has two parts, the same for every method: the model first imitates the logits of the softmax
+model and its hidden states layer by layer, which tells it far more per example than a label does, then it sees labels.
 
 Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
 run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
@@ -282,14 +282,13 @@ class _Bench:
         return AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=self.task.outputs)
 
     def _imitate(self, model: nn.Module, mechanism_lr: float, name: str) -> None:
-        """Teach the converted encoder what the softmax encoder makes of the task's texts, in every layer."""
+        """Teach the converted model what the softmax model makes of the task's texts, in every layer."""
         if not self.settings.imitation_steps:
             return
         conversion.finetune(
-            _encoder(model),
+            model,
             _unlabelled(self.train),
-            teacher=_encoder(self._model(self.cells.folder / "softmax")).eval(),
-            hidden_weight=1.0,
+            teacher=self._model(self.cells.folder / "softmax").eval(),
             layer_weight=1.0,
             steps=self.settings.imitation_steps,
             lr=self.settings.imitation_lr,
@@ -321,11 +320,6 @@ class _Bench:
 
 def _unlabelled(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
-
-
-def _encoder(model: Any) -> nn.Module:
-    """The part of a Hugging Face classifier that makes hidden states."""
-    return model.base_model
 
 
 @torch.no_grad()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import backends, reference
 from .coupling import Coupling
-from .problem import Problem, Solver, check
-
-LEAST_LOG_MASS = {"sinkhorn": -1e4, "newton": -60.0}
-"""Lighter pivots count as this light, which is nothing next to 1 in any precision. Sweeps only need it finite; the
-exact solver looks at the relative error of every pivot, which has no meaning for masses that underflow."""
+from .problem import Problem, Solver, check, check_pivot_masses
 
 CAUSAL_REFUSAL = (
     "LOT attention cannot be causal: in a lower-triangular doubly stochastic matrix the last column has one "
@@ -74,16 +68,18 @@ def lot_attention(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"`dropout_p`: expected a probability in [0, 1), got {dropout_p}.")
     problem = Problem(
-        q, k, v, pivots, log_masses.clamp_min(LEAST_LOG_MASS.get(solver, -60.0)), eps, solver, iters, tol,
+        q, k, v, pivots, log_masses, eps, solver, iters, tol,
         q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
     )  # fmt: skip
     check(problem)
     chosen = backends.choose(problem, backend)
+    if not chosen.checks_pivot_masses:
+        check_pivot_masses(problem)
     if q.shape[2] == 0 or k.shape[2] == 0:
         return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
     if dropout_p > 0:
         kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)
-        problem = replace(problem, v=v * kept)
+        problem = problem._replace(v=v * kept)
     return chosen.run(problem)
 
 
@@ -105,10 +101,11 @@ def coupling(
 ) -> Coupling:
     """The two plans behind `lot_attention` with the same arguments, to look at and to apply."""
     problem = Problem(
-        q, k, k[..., :0], pivots, log_masses.clamp_min(LEAST_LOG_MASS.get(solver, -60.0)), eps, solver, iters, tol,
+        q, k, k[..., :0], pivots, log_masses, eps, solver, iters, tol,
         q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
     )  # fmt: skip
     check(problem)
+    check_pivot_masses(problem)
     query_plan, key_plan = reference.plans(problem)
     return Coupling(
         query_plan=query_plan,

@@ -18,17 +18,19 @@ class Backend:
     """An implementation of the operator.
 
     `why_unavailable()` explains why it cannot run on this machine at all, `why_unsupported(problem)` why it
-    cannot run this problem; both return None when it can.
+    cannot run this problem; both return None when it can. `checks_pivot_masses` says that `run` itself refuses masses
+    of the pivots that do not sum to one.
     """
 
     name: str
     run: Callable[[Problem], Tensor]
     why_unavailable: Callable[[], str | None]
     why_unsupported: Callable[[Problem], str | None]
+    checks_pivot_masses: bool = False
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported),
+    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
     Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
     Backend("reference", reference.run, lambda: None, lambda problem: None),
 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import newton
-from .problem import Problem
+from .problem import LEAST_LOG_MASS, Problem
 
 
 def plans(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def solve_dtype(x: Tensor) -> torch.dtype:
 
 def log_pivot_masses(p: Problem) -> Tensor:
     """Log masses of the pivots `(H, 1, R)`, normalised, so that rounding in the input cannot unbalance a plan."""
-    return p.log_masses.to(solve_dtype(p.q)).log_softmax(-1)[:, None, :]
+    return p.log_masses.clamp_min(LEAST_LOG_MASS[p.solver]).to(solve_dtype(p.q)).log_softmax(-1)[:, None, :]
 
 
 def query_masses(p: Problem) -> Tensor:

@@ -514,7 +514,7 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
     if (logarithmic)
       reverse_query_plan_log(r, given, saved(rounds), y, dg);
     else
-      reverse_query_plan(r, given, zero_potential(head), saved(rounds), y, dg, nullptr);
+      reverse_query_plan(r, given, starting_potential(head), saved(rounds), y, dg, nullptr);
     for (int sweep = rounds; sweep >= 1; sweep--) {
       credit();
       if (logarithmic)
@@ -533,7 +533,7 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
   if (logarithmic)
     reverse_key_plan_log(r, given, dv, saved(rounds), closing, y, dg);
   else
-    reverse_key_plan(r, given, dv, zero_potential(head), saved(rounds), closing, y, &form[2], dg, nullptr);
+    reverse_key_plan(r, given, dv, starting_potential(head), saved(rounds), closing, y, &form[2], dg, nullptr);
   for (int sweep = rounds - 1; sweep >= 1; sweep--) {
     credit();
     if (logarithmic)
@@ -665,7 +665,10 @@ static void backward(const Call& c) {
     const Measure p = read_measure(c, h, arena);
     double all = 0;
     for (int j = 0; j < c.rank; j++) all += sum.log_masses[j];
-    for (int j = 0; j < c.rank; j++) c.grad_log_masses[h * c.rank + j] = float(sum.log_masses[j] - p.mass[j] * all);
+    for (int64_t j = 0; j < c.rank; j++) {
+      const bool felt = c.log_masses[h * c.rank + j] >= c.least_log_mass;
+      c.grad_log_masses[h * c.rank + j] = felt ? float(sum.log_masses[j] - p.mass[j] * all) : 0.f;
+    }
   }
   c.host.release(mark);
 }

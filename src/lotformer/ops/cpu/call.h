@@ -47,6 +47,7 @@ struct Call {
   Masses masses[2];
   Mask masks[2];
   Solver solver;
+  float least_log_mass;  // lighter pivots count as this light
   int iters;
   double tol;
 

@@ -175,13 +175,14 @@ static Measure read_measure(const Call& c, int64_t h, const Arena& arena) {
   m.log_mass = arena.take<float>(m.padded);
   m.mass = arena.zeros<float>(m.padded);
   const float* given = c.log_masses + h * m.rank;
-  float top = given[0];
-  for (int j = 1; j < m.rank; j++) top = most(top, given[j]);
+  auto weighed = [&](int j) { return most(given[j], c.least_log_mass); };
+  float top = weighed(0);
+  for (int j = 1; j < m.rank; j++) top = most(top, weighed(j));
   double total = 0;
-  for (int j = 0; j < m.rank; j++) total += exp(double(given[j] - top));
+  for (int j = 0; j < m.rank; j++) total += exp(double(weighed(j) - top));
   const double norm = top + log(total);
-  for (int j = 0; j < m.padded; j++) m.log_mass[j] = j < m.rank ? float(given[j] - norm) : kNothing;
-  for (int j = 0; j < m.rank; j++) m.mass[j] = float(exp(given[j] - norm));
+  for (int j = 0; j < m.padded; j++) m.log_mass[j] = j < m.rank ? float(weighed(j) - norm) : kNothing;
+  for (int j = 0; j < m.rank; j++) m.mass[j] = float(exp(weighed(j) - norm));
   return m;
 }
 
@@ -273,18 +274,22 @@ LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_
 }
 
 // e = exp(β s + g − shift) with the row's maximum as shift, and the row sums; rows up to a whole vector are zeroed.
-template <int NV>
+// PLAIN: β = 1 and g = 0.
+template <int NV, bool PLAIN>
 static void exp_panel(const float* s, int count, float beta, const float* g, int any, float* e, float* shift,
                       float* sum) {
   const int vectors = NV ? NV : any;
   const int64_t ld = int64_t(vectors) * W;
+  auto exponent = [&](const float* row, int v) {
+    return PLAIN ? load(row + v * W) : load(row + v * W) * beta + load(g + v * W);
+  };
   for (int i = 0; i < count; i += W) {
     V part[W];
 #pragma GCC unroll 16
     for (int t = 0; t < W; t++) {
       const float* row = s + least(i + t, count - 1) * ld;
-      V top = load(row) * beta + load(g);
-      for (int v = 1; v < vectors; v++) top = vmax(top, load(row + v * W) * beta + load(g + v * W));
+      V top = exponent(row, 0);
+      for (int v = 1; v < vectors; v++) top = vmax(top, exponent(row, v));
       part[t] = top;
     }
     store(shift + i, reduce<Max>(part));
@@ -296,7 +301,7 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
       V total = V{};
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) {
-        const V x = vexp(load(row + v * W) * beta + load(g + v * W) - top);
+        const V x = vexp<!PLAIN>(exponent(row, v) - top);
         store(to + v * W, x);
         total += x;
       }
@@ -310,12 +315,17 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
   }
 }
 
+// Without g it is zero, and β one.
 static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
                       float* sum) {
-  if (vectors == 4)
-    exp_panel<4>(s, count, beta, g, vectors, e, shift, sum);
+  if (vectors == 4 && !g)
+    exp_panel<4, true>(s, count, beta, g, vectors, e, shift, sum);
+  else if (vectors == 4)
+    exp_panel<4, false>(s, count, beta, g, vectors, e, shift, sum);
+  else if (!g)
+    exp_panel<0, true>(s, count, beta, g, vectors, e, shift, sum);
   else
-    exp_panel<0>(s, count, beta, g, vectors, e, shift, sum);
+    exp_panel<0, false>(s, count, beta, g, vectors, e, shift, sum);
 }
 
 // dots[i] = Σ_j e[i, j] b[j]

@@ -8,6 +8,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -95,6 +96,15 @@ void expect(const MaybeTensor& x, const char* name, ScalarType type, std::vector
   if (x) expect(*x, name, type, shape);
 }
 
+void expect_normalised(const Tensor& log_masses) {
+  const float* x = static_cast<const float*>(log_masses.data_ptr());
+  for (int64_t h = 0; h < log_masses.size(0); h++) {
+    double total = 0;
+    for (int64_t j = 0; j < log_masses.size(1); j++) total += std::exp(*x++);
+    STD_TORCH_CHECK(std::fabs(total - 1) < 1e-3, "lotformer: `log_masses` must be logarithms of masses that sum to 1.");
+  }
+}
+
 // The inputs both directions share, held alive in the layout the kernel reads.
 struct Inputs {
   Tensor q, k, v, pivots, log_masses;
@@ -126,6 +136,7 @@ struct Inputs {
     expect(v, "v", type, {batch, heads, m, value_dim});
     expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
+    expect_normalised(log_masses);
     if (temperatures_) temperatures = packed(*temperatures_);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
     expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
@@ -154,6 +165,7 @@ struct Inputs {
     call.masks[lot::kQuery] = mask(query_mask);
     call.masks[lot::kKey] = mask(key_mask);
     call.solver = lot::Solver(solver);
+    call.least_log_mass = call.solver == lot::kNewton ? -60.f : -1e4f;  // LEAST_LOG_MASS of problem.py
     call.iters = int(iters);
     call.tol = tol;
   }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Problem, check_pivot_masses
 
 _load_error: str | None = None
 try:
@@ -59,22 +59,26 @@ def run(problem: Problem) -> Tensor:
         temperatures = (p.scale / p.eps.float()).expand(heads)
     else:
         temperature = p.scale / p.eps
-    out, _, _ = _forward(
-        _rows(p.q),
-        _rows(p.k),
-        _rows(p.v),
-        p.pivots.float(),
-        p.log_masses.float(),
-        temperatures,
-        _per_head(p.query_masses, heads),
-        _per_head(p.key_masses, heads),
-        p.query_mask,
-        p.key_mask,
-        temperature,
-        _SOLVERS[p.solver],
-        p.iters,
-        _TIGHT if p.tol is None else p.tol,
-    )
+    try:
+        out, _, _ = _forward(
+            _rows(p.q),
+            _rows(p.k),
+            _rows(p.v),
+            p.pivots.float(),
+            p.log_masses.float(),
+            temperatures,
+            _per_head(p.query_masses, heads),
+            _per_head(p.key_masses, heads),
+            p.query_mask,
+            p.key_mask,
+            temperature,
+            _SOLVERS[p.solver],
+            p.iters,
+            _TIGHT if p.tol is None else p.tol,
+        )
+    except RuntimeError:
+        check_pivot_masses(p)  # what the kernel refuses, in better words
+        raise
     return out
 
 
@@ -135,6 +139,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     tensors, ctx.options = inputs[:10], inputs[10:]
     ctx.save_for_backward(*output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:

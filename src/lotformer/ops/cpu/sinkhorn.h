@@ -50,6 +50,11 @@ static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
   return scaling.low > kSmallest && top < kLargest && top < kRange * scaling.low;
 }
 
+// The potential that sweeps start from, nullptr if it is nothing but zeros.
+static const float* starting_potential(const Head& head) {
+  return head.pivots.rank == head.pivots.padded ? nullptr : zero_potential(head);
+}
+
 static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const float* base,
                          float* e) {
   score_block(head, t, k, i, count, e);
@@ -59,7 +64,7 @@ static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i
 // Query side: fills `kernel` and `b` (the last scaling), writes b of every sweep to `trace`.
 static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float* b, float* trace) {
   const Measure& p = head.pivots;
-  const float* base = zero_potential(head);
+  const float* base = starting_potential(head);
   Scaling scaling{b, 1};
   for (int sweep = 0; sweep < head.call->iters; sweep++) {
     start_columns(head);
@@ -113,7 +118,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
                        float* origin) {
   const Measure& p = head.pivots;
   const int rounds = head.call->iters;
-  const float* base = zero_potential(head);
+  const float* base = starting_potential(head);
   float* b = head.arena.zeros<float>(p.padded);
   start_columns(head);
   for (int w = 0; w < head.workers; w++) head.worker[w].top = -1e300;
