@@ -1,0 +1,136 @@
+// Gradients of one side of one head. Only the inputs and the potentials of every sweep were kept; K is formed again.
+//
+// Every half-step of a side is a softmax of the scores, so its share of the score gradient is K_ij times a number of
+// the token times a number of the pivot. All shares together are K ∘ (A B) with as many columns of A as half-steps:
+// one small product at the end, nothing of size n×r×T. With d = ∂/∂(output of the half-step), from last to first:
+//
+//     g_j = log m_j − LSE_i(log a_i + s_ij + f_i):   df_i = −a_i u_i Σ_j K_ij c_j,   c_j = b_j dg_j / m_j
+//     f_i = −LSE_j(s_ij + g_j):                      dg_j = −b_j Σ_i K_ij u_i df_i
+//
+// The closing softmaxes start the recursion: the query plan with P ∘ (dP − rowdot), the key plan with W ∘ (dW − coldot).
+#pragma once
+#include "forward.h"
+
+namespace {
+
+// One side of one head on its way back.
+struct Reverse {
+  const Head* head;
+  const Tokens* t;
+  float* rows;          // kernel (scaling form) or scores (log form), tokens × padded
+  float* grad;          // log form: gradient of the scores, tokens × padded
+  float* shares;        // scaling form: gradient of the plan's weights, one row a token
+  int64_t shares_ld;
+  int width, used;      // columns of A: room and filled
+  int64_t room;         // tokens, rounded up to whole blocks
+  float *a, *b;         // A: width columns of `room`, B: width × padded
+  float* row_scale;     // weight of the plan's own term in each row
+  double* log_mass;     // gradient of log a per token, or nullptr
+};
+
+// The shares live where dx, the gradient of the tokens, will be written over them, if its rows have room for them.
+static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool logarithmic, bool masses, float* rows,
+                            const Rows& dx) {
+  Reverse r;
+  const int64_t room = r.room = round_up(t.count, kBlock);
+  r.head = &head;
+  r.t = &t;
+  r.rows = rows;
+  r.grad = logarithmic ? head.arena.take<float>(room * head.pivots.padded) : nullptr;
+  const bool in_place = !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
+  r.shares_ld = in_place ? dx.token : head.pivots.padded;
+  r.shares = logarithmic ? nullptr
+             : in_place  ? static_cast<float*>(dx.data)
+                         : head.arena.take<float>(room * head.pivots.padded);
+  r.width = width;
+  r.used = 0;
+  r.a = logarithmic ? nullptr : head.arena.take<float>(room * width);
+  r.b = head.arena.zeros<float>(int64_t(width) * head.pivots.padded);
+  r.row_scale = head.arena.take<float>(room);
+  r.log_mass = masses ? head.arena.zeros<double>(room) : nullptr;
+  return r;
+}
+
+LOT_INLINE View shares_at(const Reverse& r, int64_t first) { return {r.shares + first * r.shares_ld, r.shares_ld}; }
+
+// Claims a column of A and fills its row of B with factor · x.
+static int claim(Reverse& r, float factor, const float* x) {
+  float* row = r.b + int64_t(r.used) * r.head->pivots.padded;
+  for (int j = 0; j < r.head->pivots.rank; j++) row[j] = factor * x[j];
+  return r.used++;
+}
+
+LOT_INLINE float* column_at(const Reverse& r, int column, int64_t first) { return r.a + column * r.room + first; }
+
+LOT_INLINE void add_log_mass(const Reverse& r, int64_t first, int count, const float* x) {
+  if (r.log_mass)
+    for (int i = 0; i < count; i++) r.log_mass[first + i] += x[i];
+}
+
+// dots[i] = Σ_d x[i, d] (y[i, d] − center[d]) over whole vectors
+static void dot_pairs(const View& x, const View& y, const float* center, int count, int vectors, float* dots) {
+  for (int i = 0; i < count; i += W) {
+    V part[W];
+    for (int t = 0; t < W; t++) {
+      part[t] = V{};
+      if (i + t >= count) continue;
+      const float *p = x.data + (i + t) * x.ld, *q = y.data + (i + t) * y.ld;
+      for (int v = 0; v < vectors; v++) part[t] += load(p + v * W) * (load(q + v * W) - load(center + v * W));
+    }
+    store(dots + i, reduce<Add>(part));
+  }
+}
+
+// to[d, j] = factor[j] · x[j, d]: the right-hand side of products with rows of values.
+static float* transposed(const Head& head, const float* x, const float* factor) {
+  const Measure& p = head.pivots;
+  float* to = head.arena.zeros<float>(int64_t(head.value_padded) * p.padded);
+  for (int j = 0; j < p.rank; j++)
+    for (int d = 0; d < head.call->value_dim; d++)
+      to[int64_t(d) * p.padded + j] = factor[j] * x[int64_t(j) * head.value_padded + d];
+  return to;
+}
+
+static float* ones(const Head& head) {
+  float* x = head.arena.zeros<float>(head.pivots.padded);
+  for (int j = 0; j < head.pivots.rank; j++) x[j] = 1;
+  return x;
+}
+
+// What the pivots hold, and its gradient.
+struct Mixed {
+  float* value;     // (padded, value_padded): Wᵀ v
+  float* centered;  // the same less its mean Σ_j m_j Y_j: rows of P sum to one, so only differences matter
+  float* grad;      // (padded, value_padded): Pᵀ dout
+};
+
+static Mixed read_mixed(const Head& head, const float* saved) {
+  const Measure& p = head.pivots;
+  const int64_t width = head.value_padded, size = int64_t(p.padded) * width;
+  Mixed y{head.arena.zeros<float>(size), head.arena.zeros<float>(size), head.arena.zeros<float>(size)};
+  float* mean = head.arena.zeros<float>(width);
+  for (int j = 0; j < p.rank; j++)
+    for (int d = 0; d < head.call->value_dim; d++) {
+      y.value[j * width + d] = saved[int64_t(j) * head.call->value_dim + d];
+      mean[d] += p.mass[j] * y.value[j * width + d];
+    }
+  for (int j = 0; j < p.rank; j++)
+    for (int d = 0; d < head.call->value_dim; d++) y.centered[j * width + d] = y.value[j * width + d] - mean[d];
+  return y;
+}
+
+// Inner product in double of whole vectors: one sum per lane, so that no addition waits for the one before.
+static double dot_double(const float* x, const float* y, int width) {
+  double part[W] = {}, sum = 0;
+  for (int d = 0; d < width; d += W)
+    for (int t = 0; t < W; t++) part[t] += double(x[d + t]) * y[d + t];
+  for (int t = 0; t < W; t++) sum += part[t];
+  return sum;
+}
+
+static double dot_row(const Head& head, const float* x, const float* y, int j) {
+  const int64_t at = int64_t(j) * head.value_padded;
+  return dot_double(x + at, y + at, head.value_padded);
+}
+
+}  // namespace
