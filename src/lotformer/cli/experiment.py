@@ -106,6 +106,8 @@ def stsb(
     calibration_texts: Annotated[int, typer.Option(min=1, help="Sentences to learn from.")] = 2560,
     calibration_steps: Annotated[int, typer.Option(min=1, help="Steps of calibration.")] = 250,
     finetune_steps: Annotated[int, typer.Option(min=0, help="Steps of fine-tuning without labels; 0 for none.")] = 200,
+    finetune_lr: Annotated[float, typer.Option(help="Learning rate of the old weights meanwhile.")] = 5e-5,
+    finetune_layers: Annotated[float, typer.Option(min=0, help="Weight of the original's hidden states.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences a step.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
 ) -> None:
@@ -121,6 +123,8 @@ def stsb(
         calibration_texts=calibration_texts,
         calibration_steps=calibration_steps,
         finetune_steps=finetune_steps,
+        finetune_lr=finetune_lr,
+        finetune_layers=finetune_layers,
         batch_size=batch_size,
         seed=seed,
     )

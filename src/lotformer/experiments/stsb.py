@@ -33,12 +33,14 @@ PARTS = ("first half", "second half", "all")
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is spent; no fine-tuning with `finetune_steps` 0. Rates and losses are those of the library."""
+    """How much is spent; no fine-tuning with `finetune_steps` 0. What is not here is as in the library."""
 
     rank: int = 32
     calibration_texts: int = 2560
     calibration_steps: int = 250
     finetune_steps: int = 200
+    finetune_lr: float = 5e-5
+    finetune_layers: float = 0.0  # weight of the hidden states on the way, `layer_weight` of `finetune`
     batch_size: int = 32
     max_length: int = 128
     seed: int = 0
@@ -245,6 +247,8 @@ class _Bench:
             self.train,
             teacher=self.original,
             steps=settings.finetune_steps,
+            lr=settings.finetune_lr,
+            layer_weight=settings.finetune_layers,
             seed=settings.seed,
             checkpoint=progress,
             on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
@@ -289,6 +293,8 @@ def _budget(record: Mapping[str, Any]) -> str:
     parts = [f"{s['checkpoint']}, rank {s['rank']}"]
     if record["budget"]["steps"]:
         parts.append(f"{record['budget']['steps']} steps on {record['budget']['texts']} texts without labels")
+    if "finetune_lr" in s:
+        parts.append(f"lr {s['finetune_lr']:g}, layers weighed {s['finetune_layers']:g}")
     parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}")
     return "; ".join([*parts, machine(record)])
 
