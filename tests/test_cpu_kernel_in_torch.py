@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -163,4 +164,47 @@ def test_what_it_cannot_run_is_explained_and_goes_to_the_reference(change: dict,
     x = {name: t.to(dtype) for name, t in problem(n=5, m=5, **change).items()}
     assert lot_attention(**x).dtype == dtype
     with pytest.raises(ValueError, match=message):
+        lot_attention(**x, backend="cpu")
+
+
+@needs_kernel
+def test_an_output_whose_gradient_is_not_asked_for_costs_nothing() -> None:
+    class Ignored(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    x = inputs()
+    (Ignored.apply(lot_attention(**x, backend="cpu")).sum() + x["q"].sum()).backward()
+    assert torch.equal(x["q"].grad, torch.ones_like(x["q"]))
+    assert x["k"].grad is None
+
+
+@needs_kernel
+def test_a_batch_of_zero_gives_parameters_a_gradient_of_zero() -> None:
+    x = inputs(batch=0)
+    lot_attention(**x, backend="cpu").sum().backward()
+    assert not x["pivots"].grad.any()
+    assert not x["log_masses"].grad.any()
+
+
+@needs_kernel
+def test_forward_mode_is_left_to_the_reference() -> None:
+    x = {name: t.detach() for name, t in inputs().items()}
+    with torch.autograd.forward_ad.dual_level():
+        dual = {**x, "q": torch.autograd.forward_ad.make_dual(x["q"], torch.ones_like(x["q"]))}
+        assert torch.autograd.forward_ad.unpack_dual(lot_attention(**dual)).tangent is not None
+        with pytest.raises(ValueError, match="no forward-mode derivative"):
+            lot_attention(**dual, backend="cpu")
+
+
+@needs_kernel
+def test_masses_of_pivots_are_judged_as_the_kernel_sees_them() -> None:
+    x = {name: t.detach() for name, t in inputs(rank=2).items()}
+    x["log_masses"] = torch.tensor([0.502, 0.4999]).log().bfloat16().expand(3, 2)  # rounding alone breaks the sum
+    with pytest.raises(ValueError, match=r"`log_masses`.*log_softmax"):
         lot_attention(**x, backend="cpu")

@@ -143,3 +143,34 @@ def test_any_shape_stride_and_mask_agrees(
             options[side] = torch.rand(batch, length, generator=generator) < 0.7
     expected = run(x, torch.float64, "reference", **options)
     assert_agrees(run(x, torch.float32, "cpu", **options), expected, 1e-5, floor=0.1 / options["eps"])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("windows", ["tokens", "heads"])
+def test_tokens_that_overlap_in_memory_have_gradients_of_their_own(windows: str, solver: str) -> None:
+    base = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    q = base[:, None].unfold(2, 16, 1)[:, :, :9] if windows == "tokens" else base.unfold(1, 16, 1)[:, :3, None]
+    x = {name: t.float() for name, t in problem(heads=q.shape[1], n=q.shape[2], rank=8, dim=16).items()}
+
+    def gradients(q: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in ({**x, "q": q}).values()]
+        out = lot_attention(*leaves, eps=0.5, solver=solver, backend="cpu")
+        return torch.autograd.grad(out, leaves, torch.ones_like(out.contiguous()))
+
+    assert q.stride(-1) == 1
+    for got, expected in zip(gradients(q), gradients(q.contiguous()), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("rank", [25, 32])
+@pytest.mark.parametrize("side", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_shows_in_its_head_and_in_no_other(bad: float, side: str, rank: int, solver: str) -> None:
+    x = {name: t.float() for name, t in problem(rank=rank, dim=16).items()}
+    clean = lot_attention(**x, solver=solver, backend="cpu")
+    x[side][1, 2, 7, 3] = bad
+    out = lot_attention(**x, solver=solver, backend="cpu")
+    assert not out[1, 2].isfinite().all(-1).any() if side != "v" else not out[1, 2, :, 3].isfinite().any()
+    clean[1, 2] = out[1, 2] = 0
+    assert torch.equal(out, clean)

@@ -166,6 +166,35 @@ class TestFoldersOfCells:
         with pytest.raises(ValueError, match=r"cells of other settings .*epochs 2.0 instead of 1.0.*another --out"):
             experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings(epochs=1.0))
 
+    def test_nor_is_a_cell_from_before_imitation(self, tmp_path):
+        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
+        store(tmp_path, cell("sst2", "lot"), experiment.Settings())
+        path = tmp_path / "sst2" / "lot.json"
+        record = json.loads(path.read_text())
+        del record["settings"]["imitation_steps"], record["settings"]["imitation_lr"]
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match="imitation_steps 0 instead of 1000"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_an_interrupted_cell_resumes_to_the_same_score(self, checkpoint, tmp_path):
+        sst(tmp_path)
+        settings = experiment.Settings(
+            epochs=2, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=6, swap_lr=1e-3
+        )
+        whole = experiment.run(checkpoint, tmp_path, tmp_path / "whole", ["sst2"], ["lot"], settings)
+        arguments = (checkpoint, tmp_path, tmp_path / "parts", ["sst2"], ["lot"], settings)
+        for place, step in (("imitates", 4), ("fine-tuning lot", 3)):
+
+            def interrupt(what: str, now: int, total: int, place: str = place, step: int = step) -> None:
+                if place in what and now == step:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                experiment.run(*arguments, interrupt)
+        parts = experiment.run(*arguments)
+        assert [cell.score for cell in parts] == [cell.score for cell in whole]
+        assert not list((tmp_path / "parts" / "sst2").glob("*.checkpoint"))
+
     def test_another_checkpoint_is_another_setting(self, tmp_path):
         store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
         with pytest.raises(ValueError, match="checkpoint some/checkpoint instead of other/checkpoint"):

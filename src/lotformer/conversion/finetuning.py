@@ -94,7 +94,7 @@ def finetune(
             value = run.advance(loss_of)
             if on_step is not None:
                 on_step(run.step, steps, value)
-            if checkpoint is not None and run.step % 100 == 0:
+            if checkpoint is not None and (run.step % 100 == 0 or run.step == steps):
                 run.save(Path(checkpoint))
     except KeyboardInterrupt:
         if checkpoint is not None:

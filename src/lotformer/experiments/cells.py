@@ -36,10 +36,20 @@ class Record:
 
 
 class CellFolder(Generic[Cell]):
-    """The cells in a folder. `restore` makes one of plain data, `command` is what to type to make them again."""
+    """The cells in a folder. `restore` makes one of plain data, `command` is what to type to make them again.
 
-    def __init__(self, folder: Path, restore: Callable[[dict[str, Any]], Cell], command: str) -> None:
+    `formerly` says what settings were before they could be chosen: cells of earlier versions do not name them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        restore: Callable[[dict[str, Any]], Cell],
+        command: str,
+        formerly: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder, self.restore, self.command = folder, restore, command
+        self.formerly = dict(formerly or {})
 
     def find(self, name: str, settings: Mapping[str, Any]) -> Cell | None:
         """The finished cell, or None.
@@ -49,7 +59,7 @@ class CellFolder(Generic[Cell]):
         """
         for path in (self._begun(name), self._finished(name)):
             if path.is_file():
-                _require_same(path, settings, read(path)["settings"])
+                _require_same(path, settings, {**self.formerly, **read(path)["settings"]})
         path = self._finished(name)
         return self.restore(read(path)["cell"]) if path.is_file() else None
 
@@ -64,7 +74,7 @@ class CellFolder(Generic[Cell]):
         record = Record(cell, dict(settings), dict(budget), source, metadata.version("transformers"))
         write_json(record, self._finished(name))
         self._begun(name).unlink(missing_ok=True)
-        for left in self.folder.glob(f"{name}.*.checkpoint"):
+        for left in (*self.folder.glob(f"{name}.*checkpoint"), *self.folder.glob(f"{name}.*partial")):
             left.unlink()
         return cell
 
@@ -113,7 +123,7 @@ def machine(record: Mapping[str, Any]) -> str:
 
 
 def _require_same(path: Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    # what only one of the two names is not a difference: versions add settings
+    # the first version did not name the checkpoint
     different = [name for name in wanted if name in found and found[name] != wanted[name]]
     if different:
         told = ", ".join(f"{name} {found[name]} instead of {wanted[name]}" for name in different)

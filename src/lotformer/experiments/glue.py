@@ -72,6 +72,8 @@ class Settings:
     seed: int = 0
 
 
+_FORMERLY = {"imitation_steps": 0}
+
 _BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed", "checkpoint")
 """The settings that the softmax model depends on: any way to convert may share it."""
 
@@ -110,7 +112,7 @@ def run(
             if name not in known:
                 raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
     stamped = stamp(settings, checkpoint)
-    folders = {task: CellFolder(out / task, _restore, command) for task in tasks}
+    folders = {task: CellFolder(out / task, _restore, command, _FORMERLY) for task in tasks}
     for folder in folders.values():  # at the door, not after hours; cells of other columns share the table
         folder.find("softmax", _before_swap(stamped))
         for name in METHODS:
@@ -259,7 +261,8 @@ class _Bench:
         before = evaluate(model, self.dev, self.task)
         steps = min(math.ceil(self.settings.swap_epochs * len(self.train)), self.settings.max_swap_steps)
         self._imitate(model, method.mechanism_lr, name)
-        self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
+        if steps:
+            self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
         score = evaluate(model, self.dev, self.task)
         quality = conversion.coupling_quality(model, _unlabelled(self.dev[:: max(1, len(self.dev) // 6)]))
         return self._finish(
@@ -299,8 +302,6 @@ class _Bench:
         )
 
     def _learn_labels(self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str) -> None:
-        if not steps:
-            return
         conversion.finetune(
             model,
             self.train,

@@ -46,6 +46,9 @@ class Settings:
     seed: int = 0
 
 
+_FORMERLY = {"finetune_lr": 5e-5, "finetune_layers": 0.0}
+
+
 @dataclass(frozen=True)
 class Score:
     """One part of the dev set. `cosine` is the mean between converted and original embeddings of its sentences."""
@@ -117,7 +120,7 @@ def run(
             raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
     stages = STAGES if settings.finetune_steps else STAGES[:-1]
     stamped = {stage: _settings_of(stage, stamp(settings, checkpoint)) for stage in STAGES}
-    folders = {name: CellFolder(out / name, _restore, command) for name in VARIANTS}
+    folders = {name: CellFolder(out / name, _restore, command, _FORMERLY) for name in VARIANTS}
     # all variants share the table, so all are looked at before the work begins
     missing = {n for n, folder in folders.items() for stage in stages if folder.find(stage, stamped[stage]) is None}
     bench: _Bench | None = None

@@ -73,9 +73,10 @@ def lot_attention(
     )  # fmt: skip
     check(problem)
     chosen = backends.choose(problem, backend)
-    if not chosen.checks_pivot_masses:
+    empty = q.shape[2] == 0 or k.shape[2] == 0
+    if empty or not chosen.checks_pivot_masses:
         check_pivot_masses(problem)
-    if q.shape[2] == 0 or k.shape[2] == 0:
+    if empty:
         return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
     if dropout_p > 0:
         kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)

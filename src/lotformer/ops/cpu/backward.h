@@ -12,16 +12,16 @@ struct Totals {
   double* temperature;
 };
 
-// to = scale_i shares
-LOT_INLINE void scale_shares(const View& shares, const float* scale, int count, int vectors, float* to) {
+// to = scale_i from_i
+LOT_INLINE void scale_plan_grad(const View& from, const float* scale, int count, int vectors, float* to) {
   const int64_t ld = int64_t(vectors) * W;
   for (int i = 0; i < count; i++) {
     const V factor = splat(scale[i]);
-    for (int v = 0; v < vectors; v++) store(to + i * ld + v * W, factor * load(shares.data + i * shares.ld + v * W));
+    for (int v = 0; v < vectors; v++) store(to + i * ld + v * W, factor * load(from.data + i * from.ld + v * W));
   }
 }
 
-// ds = K ∘ (A B + row_scale · shares), or what log form has collected; then dx = ds · scaled pivots and the pivots'
+// ds = K ∘ (A B + row_scale · plan_grad), or what log form has collected; then dx = ds · scaled pivots and the pivots'
 // gradient.
 static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   const Head& head = *r.head;
@@ -36,7 +36,7 @@ static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
       if (r.grad) {
         ds = r.grad + i * ld;
       } else {
-        scale_shares(shares_at(r, i), r.row_scale + i, count, p.vectors, k.plan);
+        scale_plan_grad(plan_grad_at(r, i), r.row_scale + i, count, p.vectors, k.plan);
         multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, ld, p.vectors, k.plan, ld);
         for (int64_t l = 0; l < count * ld; l += W) store(k.plan + l, load(r.rows + i * ld + l) * load(k.plan + l));
       }
@@ -244,7 +244,7 @@ static void backward(const Call& c) {
   constexpr int64_t kGroups = 16;
   const size_t mark = c.host.mark();
   const Arena arena{&c.host};
-  const int64_t groups = least(c.batch, kGroups);
+  const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
   const PartialTotals totals{&c, arena.zeros<float>(groups * c.heads * c.rank * c.dim),
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
   each_head(c, groups, [&](Head& head, int64_t group) {

@@ -52,7 +52,7 @@ struct Call {
   double tol;
 
   Rows out;      // forward only
-  float* state;  // (batch, heads, state_size): potentials of every sweep, see state.h
+  float* state;  // (batch, heads, state_size): potentials of every sweep, see state_size
   float* mixed;  // (batch, heads, rank, value_dim): Wᵀ v
 
   // backward only

@@ -315,7 +315,7 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
   }
 }
 
-// Without g it is zero, and β one.
+// Without g, β must be one.
 static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
                       float* sum) {
   if (vectors == 4 && !g)

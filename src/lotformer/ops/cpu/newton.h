@@ -86,14 +86,15 @@ static void weigh_deviation(const float* e, const float* s, const float* mean, i
       store(to + i * ld + v * W, load(e + i * ld + v * W) * (load(s + i * ld + v * W) - mean[i]));
 }
 
-static void dot_blocks(const float* x, const float* y, int count, int vectors, float* dots) {
-  const int64_t ld = int64_t(vectors) * W;
+// dots[i] = x_i · y_i
+static void dot_blocks(const View& x, const View& y, int count, int vectors, float* dots) {
   for (int i = 0; i < count; i += W) {
     V part[W];
     for (int t = 0; t < W; t++) {
       part[t] = V{};
       if (i + t >= count) continue;
-      for (int v = 0; v < vectors; v++) part[t] += load(x + (i + t) * ld + v * W) * load(y + (i + t) * ld + v * W);
+      const float *p = x.data + (i + t) * x.ld, *q = y.data + (i + t) * y.ld;
+      for (int v = 0; v < vectors; v++) part[t] += load(p + v * W) * load(q + v * W);
     }
     store(dots + i, reduce<Add>(part));
   }
@@ -116,7 +117,7 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
       divide_masses(cloud.mass + i, k.sum, count, k.extra, k.weight);
       n.sink.add(k, k.plan, k.extra, cloud.mass + i, count);
       if (!moving) continue;
-      dot_blocks(k.plan, s, count, p.vectors, k.sum);
+      dot_blocks({k.plan, p.padded}, {s, p.padded}, count, p.vectors, k.sum);
       for (int l = 0; l < count; l++) k.sum[l] *= k.extra[l];
       weigh_deviation(k.plan, s, k.sum, count, p.vectors, k.other);
       weigh_columns(k.other, count, k.weight, p.vectors, k.column, k.columns);

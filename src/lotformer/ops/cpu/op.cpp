@@ -101,7 +101,7 @@ void expect_normalised(const Tensor& log_masses) {
   for (int64_t h = 0; h < log_masses.size(0); h++) {
     double total = 0;
     for (int64_t j = 0; j < log_masses.size(1); j++) total += std::exp(*x++);
-    STD_TORCH_CHECK(std::fabs(total - 1) < 1e-3, "lotformer: `log_masses` must be logarithms of masses that sum to 1.");
+    STD_TORCH_CHECK(std::fabs(total - 1) < 1e-3, "lotformer: `log_masses`: expected logarithms of masses that sum to 1. Use `log_masses.log_softmax(-1)`.");
   }
 }
 
@@ -136,7 +136,6 @@ struct Inputs {
     expect(v, "v", type, {batch, heads, m, value_dim});
     expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
-    expect_normalised(log_masses);
     if (temperatures_) temperatures = packed(*temperatures_);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
     expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
@@ -177,9 +176,12 @@ Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
 
 float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
-// Dense memory in the layout of x as far as that is dense.
+// Dense memory in the layout of x as far as that is dense, with contiguous rows: tokens that overlap in memory have a
+// layout without them.
 Tensor fresh_like(const Tensor& x) {
   Tensor y = torch::stable::empty_like(x);
+  if (y.size(3) != 1 && y.stride(3) != 1)
+    y = torch::stable::new_empty(x, std::vector<int64_t>{x.size(0), x.size(1), x.size(2), x.size(3)});
   lot::prefer_huge_pages(y.data_ptr(), size_t(y.numel()) * (y.scalar_type() == ScalarType::Float ? 4 : 2));
   return y;
 }
@@ -196,16 +198,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
                                            int64_t solver, int64_t iters, double tol) {
   Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
             solver, iters, tol);
+  expect_normalised(in.log_masses);
   lot::Call& c = in.call;
   Tensor out = output_like(q, v);
   Tensor state = floats(q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
   Tensor mixed = floats(q, {c.batch, c.heads, c.rank, c.value_dim});
-  Tensor dense = with_contiguous_rows(out);  // differs from `out` only for exotic layouts of q
-  c.out = rows(dense);
+  c.out = rows(out);
   c.state = data(state);
   c.mixed = data(mixed);
   chosen_kernel().forward(c);
-  if (dense.get() != out.get()) torch::stable::copy_(out, dense);
   return {out, state, mixed};
 }
 

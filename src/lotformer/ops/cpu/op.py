@@ -47,6 +47,8 @@ def why_unsupported(problem: Problem) -> str | None:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
         return "it has no rules for torch.func transforms."
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "it has no forward-mode derivative."
     return None
 
 
@@ -59,6 +61,7 @@ def run(problem: Problem) -> Tensor:
         temperatures = (p.scale / p.eps.float()).expand(heads)
     else:
         temperature = p.scale / p.eps
+    refusal: RuntimeError | None = None
     try:
         out, _, _ = _forward(
             _rows(p.q),
@@ -76,10 +79,11 @@ def run(problem: Problem) -> Tensor:
             p.iters,
             _TIGHT if p.tol is None else p.tol,
         )
-    except RuntimeError:
-        check_pivot_masses(p)  # what the kernel refuses, in better words
-        raise
-    return out
+        return out
+    except RuntimeError as error:
+        refusal = error
+    check_pivot_masses(p)  # what the kernel refuses, in better words
+    raise refusal
 
 
 # What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
@@ -117,7 +121,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, pivots: Tensor, *rest: Any) -
     batch, heads, n, dim = q.shape
     rank, value_dim = pivots.shape[1], v.shape[3]
     *_, solver, iters, _ = rest
-    out = torch.empty_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
+    out = _fresh_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
     state = q.new_empty((batch, heads, _state_size(solver, iters, rank)), dtype=torch.float32)
     return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
 
@@ -132,7 +136,13 @@ def _fake_backward(
     small = (x.new_empty(x.shape, dtype=torch.float32) for x in (pivots, log_masses))
     per_head = q.new_empty((heads,), dtype=torch.float32)
     masses = (q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(torch.empty_like(_rows(x)) for x in (q, k, v)), *small, per_head, *masses)
+    return (*(_fresh_like(_rows(x)) for x in (q, k, v)), *small, per_head, *masses)
+
+
+def _fresh_like(x: Tensor) -> Tensor:
+    """`empty_like`, or contiguous where that has no whole rows: for tokens that overlap in memory."""
+    y = torch.empty_like(x)
+    return y if y.shape[3] == 1 or y.stride(3) == 1 else x.new_empty(x.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -142,7 +152,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:  # whatever came after the output did not depend on it
+        return (None,) * 14
     state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask = (
         ctx.saved_tensors
     )

@@ -19,8 +19,8 @@ struct Reverse {
   const Tokens* t;
   float* rows;          // kernel (scaling form) or scores (log form), tokens × padded
   float* grad;          // log form: gradient of the scores, tokens × padded
-  float* shares;        // scaling form: gradient of the plan's weights, one row a token
-  int64_t shares_ld;
+  float* plan_grad;     // scaling form: gradient of the plan, up to factors of rows, one row a token
+  int64_t plan_grad_ld;
   int width, used;      // columns of A: room and filled
   int64_t room;         // tokens, rounded up to whole blocks
   float *a, *b;         // A: width columns of `room`, B: width × padded
@@ -28,7 +28,7 @@ struct Reverse {
   double* log_mass;     // gradient of log a per token, or nullptr
 };
 
-// The shares live where dx, the gradient of the tokens, will be written over them, if its rows have room for them.
+// The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room.
 static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool logarithmic, bool masses, float* rows,
                             const Rows& dx) {
   Reverse r;
@@ -38,8 +38,8 @@ static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool l
   r.rows = rows;
   r.grad = logarithmic ? head.arena.take<float>(room * head.pivots.padded) : nullptr;
   const bool in_place = !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
-  r.shares_ld = in_place ? dx.token : head.pivots.padded;
-  r.shares = logarithmic ? nullptr
+  r.plan_grad_ld = in_place ? dx.token : head.pivots.padded;
+  r.plan_grad = logarithmic ? nullptr
              : in_place  ? static_cast<float*>(dx.data)
                          : head.arena.take<float>(room * head.pivots.padded);
   r.width = width;
@@ -51,7 +51,7 @@ static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool l
   return r;
 }
 
-LOT_INLINE View shares_at(const Reverse& r, int64_t first) { return {r.shares + first * r.shares_ld, r.shares_ld}; }
+LOT_INLINE View plan_grad_at(const Reverse& r, int64_t first) { return {r.plan_grad + first * r.plan_grad_ld, r.plan_grad_ld}; }
 
 // Claims a column of A and fills its row of B with factor · x.
 static int claim(Reverse& r, float factor, const float* x) {
@@ -67,8 +67,8 @@ LOT_INLINE void add_log_mass(const Reverse& r, int64_t first, int count, const f
     for (int i = 0; i < count; i++) r.log_mass[first + i] += x[i];
 }
 
-// dots[i] = Σ_d x[i, d] (y[i, d] − center[d]) over whole vectors
-static void dot_pairs(const View& x, const View& y, const float* center, int count, int vectors, float* dots) {
+// dots[i] = x_i · (y_i − center)
+static void dot_centered(const View& x, const View& y, const float* center, int count, int vectors, float* dots) {
   for (int i = 0; i < count; i += W) {
     V part[W];
     for (int t = 0; t < W; t++) {

@@ -45,7 +45,7 @@ static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g,
       multiply_tn(k.plan, p.padded, p.padded, count, d.data, d.ld, head.value_padded / W, k.product,
                   head.value_padded);
       multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, grad, p.padded);
-      dot_blocks(k.plan, grad, count, p.vectors, k.extra);
+      dot_blocks({k.plan, p.padded}, {grad, p.padded}, count, p.vectors, k.extra);
       softmax_gradient(k.plan, nothing, k.extra, count, p.vectors, grad);
       for (int l = 0; l < count; l++) k.weight[l] = 1;
       weigh_columns(grad, count, k.weight, p.vectors, k.column, k.columns);

@@ -12,7 +12,7 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, 
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
   const int width = head.call->value_dim, vectors = head.value_padded / W;
-  const float *values_t = transposed(head, y.centered, b), *nothing = head.arena.zeros<float>(p.padded);
+  const float* values_t = transposed(head, y.centered, b);
   const int column = claim(r, -1.f, b);
   start_columns(head);
   start_products(head, head.value_padded);
@@ -28,9 +28,10 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, 
       scale_rows(e, count, u, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
       multiply_tn(k.plan, p.padded, p.padded, count, d.data, d.ld, vectors, k.product, head.value_padded);
-      const View shares = shares_at(r, i);
-      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(shares.data), shares.ld);
-      dot_pairs({k.plan, p.padded}, shares, nothing, count, p.vectors, k.extra);
+      const View plan_grad = plan_grad_at(r, i);
+      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(plan_grad.data),
+                  plan_grad.ld);
+      dot_blocks({k.plan, p.padded}, plan_grad, count, p.vectors, k.extra);
       float* weight = column_at(r, column, i);
       for (int l = 0; l < count; l += W) store(weight + l, load(u + l) * load(k.extra + l));
       weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
@@ -81,9 +82,10 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
                   to.ld, r.row_scale + i);
       const View v = read_rows(t, values, i, count, width, true, k.input);
       write_rows(t, dv, i, count, width, to, k.output);
-      const View shares = shares_at(r, i);
-      multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(shares.data), shares.ld);
-      dot_pairs({e, p.padded}, shares, level, count, p.vectors, k.shift);
+      const View plan_grad = plan_grad_at(r, i);
+      multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(plan_grad.data),
+                  plan_grad.ld);
+      dot_centered({e, p.padded}, plan_grad, level, count, p.vectors, k.shift);
       float* weight = column_at(r, row, i);
       for (int l = 0; l < count; l += W) {
         const V df = load(r.row_scale + i + l) * load(k.shift + l);

@@ -33,10 +33,10 @@ LOT_INLINE T most(T a, T b) {
 }
 
 // exp to about one unit in the last place for x ≤ 88. Below -86 it is zero, or without VANISHES, which is cheaper,
-// exp(-86) ≈ 4e-38.
+// exp(-86) ≈ 4e-38. What is not a number stays so.
 template <bool VANISHES = true>
 LOT_INLINE V vexp(V x) {
-  if (!VANISHES) x = vmax(x, splat(-86.f));
+  if (!VANISHES) x = x < -86.f ? splat(-86.f) : x;
   const V shifter = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer kept in the low bits
   V shifted = x * 1.44269504088896341f + shifter;
   V n = shifted - shifter;
@@ -60,7 +60,7 @@ LOT_INLINE V vexp(V x) {
   value += bits << 23;
   memcpy(&result, &value, sizeof result);
   if (!VANISHES) return result;
-  return x > -86.f ? result : V{};
+  return x < -86.f ? V{} : result;
 }
 
 // Natural logarithm of normal positive numbers, about one unit in the last place.

@@ -4,7 +4,7 @@
 //
 //     u_i = 1 / Σ_j K_ij b_j        b_j = m_j / Σ_i a_i u_i K_ij        (b = exp g, u = exp(f + row maximum))
 //
-// What K has lost to underflow is at most kLost per entry; while the scalings stay in the range that `safe` allows
+// K is exact to 1e-37 per entry, which kLost makes little of; while the scalings stay in the range that `safe` allows
 // that is below rounding. Otherwise the head is solved again in log form, from the scores, with two exponentials per
 // score and sweep.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr float kLost = 1e-30f;  // entries below 1e-37 are zero; a column must be this large to be accurate without them
+constexpr float kLost = 1e-30f;  // entries below 1e-37 are not told apart; a column must be this large not to feel them
 constexpr float kSmallest = 1e-24f, kLargest = 1e24f, kRange = 1e28f;
 
 static float* zero_potential(const Head& head) {
