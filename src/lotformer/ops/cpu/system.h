@@ -28,20 +28,43 @@ static System open_system(const Head& head) {
 
 LOT_INLINE int vector_of(int i) { return i / kLanes * kLanes; }
 
-// row[from …) −= Σ_{k < i} U[k, i] U[k, from …), for N vectors that stay in registers.
+template <int N>
+LOT_INLINE void subtract(double factor, const double* from, VD (&x)[N]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < N; v++) x[v] -= factor * load_doubles(from + v * kLanes);
+}
+
+// row[from …) −= Σ_{k < i} U[k, i] U[k, from …), for N vectors that stay in registers. Every second k has a sum of its
+// own, because few vectors would wait for each other.
 template <int N>
 LOT_INLINE void eliminate(const double* upper, int64_t ld, int i, int from, double* row) {
-  VD x[N];
+  VD even[N], odd[N];
 #pragma GCC unroll 8
-  for (int v = 0; v < N; v++) x[v] = load_doubles(row + from + v * kLanes);
-  for (int k = 0; k < i; k++) {
-    const double* above = upper + k * ld;
-    const double factor = above[i];
-#pragma GCC unroll 8
-    for (int v = 0; v < N; v++) x[v] -= factor * load_doubles(above + from + v * kLanes);
+  for (int v = 0; v < N; v++) {
+    even[v] = load_doubles(row + from + v * kLanes);
+    odd[v] = VD{};
   }
+  int k = 0;
+  for (; k + 2 <= i; k += 2) {
+    const double *first = upper + k * ld, *second = first + ld;
+    subtract<N>(first[i], first + from, even);
+    subtract<N>(second[i], second + from, odd);
+  }
+  if (k < i) subtract<N>(upper[k * ld + i], upper + k * ld + from, even);
 #pragma GCC unroll 8
-  for (int v = 0; v < N; v++) store_doubles(row + from + v * kLanes, x[v]);
+  for (int v = 0; v < N; v++) store_doubles(row + from + v * kLanes, even[v] + odd[v]);
+}
+
+// The same for the whole rest of the row.
+static void eliminate_row(const double* upper, int64_t ld, int i, int from, double* row) {
+  for (; from + 6 * kLanes <= ld; from += 6 * kLanes) eliminate<6>(upper, ld, i, from, row);
+  switch ((ld - from) / kLanes) {
+    case 5: return eliminate<5>(upper, ld, i, from, row);
+    case 4: return eliminate<4>(upper, ld, i, from, row);
+    case 3: return eliminate<3>(upper, ld, i, from, row);
+    case 2: return eliminate<2>(upper, ld, i, from, row);
+    case 1: return eliminate<1>(upper, ld, i, from, row);
+  }
 }
 
 // H = Diag(C 1) − C from the edges C, then the Cholesky factor of D^-½ (H + b bᵀ) D^-½ + ridge, D = Diag(b).
@@ -49,10 +72,8 @@ LOT_INLINE void eliminate(const double* upper, int64_t ld, int i, int from, doub
 static bool factorise(const System& s, const float* edges, int workers, const double* b, double ridge) {
   const int r = s.rank, ld = s.ld;
   const int64_t stride = int64_t(ld) * ld;
-  for (int i = 0; i < r; i++) {
-    s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
-    s.degree[i] = 0;
-  }
+  for (int i = 0; i < r; i++) s.weight[i] = 1 / sqrt(most(b[i], 1e-30));
+  memset(s.degree, 0, sizeof(double) * size_t(r));
   for (int i = 0; i < r; i++) {
     double* edge = s.edges + int64_t(i) * ld;
     const int start = vector_of(i);
@@ -74,10 +95,7 @@ static bool factorise(const System& s, const float* edges, int workers, const do
   for (int i = 0; i < r; i++) {
     double* row = s.factor + int64_t(i) * ld;
     const int start = vector_of(i);
-    int from = start;
-    for (; from + 8 * kLanes <= ld; from += 8 * kLanes) eliminate<8>(s.factor, ld, i, from, row);
-    for (; from + 2 * kLanes <= ld; from += 2 * kLanes) eliminate<2>(s.factor, ld, i, from, row);
-    if (from < ld) eliminate<1>(s.factor, ld, i, from, row);
+    eliminate_row(s.factor, ld, i, start, row);
     if (!(row[i] > 1e-14)) {
       memset(s.factor, 0, sizeof(double) * size_t(r) * size_t(ld));
       for (int j = 0; j < r; j++) s.inverse_diagonal[j] = 1;
