@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 KERNEL := $(wildcard setup.py src/lotformer/ops/cpu/*.cpp src/lotformer/ops/cpu/*.h)
 
-.PHONY: setup demo test lint types bench clean
+.PHONY: setup demo test lint types bench sanitize clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,18 @@ types: setup
 
 bench: setup
 	$(BIN)/lotformer bench runtime
+
+# The tests of the CPU kernel with a kernel that watches every access and every shift; about ten minutes.
+SANITIZED := build/sanitized
+SANITIZE  := -fsanitize=address,undefined
+sanitize: setup
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests setup.py pyproject.toml README.md $(SANITIZED)
+	cd $(SANITIZED) && LOTFORMER_CXXFLAGS="$(SANITIZE) -fno-sanitize=vptr -O1 -g" LOTFORMER_LDFLAGS="$(SANITIZE)" \
+		$(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && PYTHONPATH=src ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_cpu_kernel.py tests/test_cpu_kernel_layouts.py \
+		tests/test_cpu_kernel_in_torch.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info out
