@@ -156,11 +156,14 @@ def _check_values(p: Problem) -> None:
 
 
 def check_pivot_masses(p: Problem) -> None:
-    """Raise a clear error if the masses of the pivots do not sum to one; for backends that do not look themselves."""
+    """Raise a clear error if the masses of the pivots do not sum to one; for backends that do not look themselves.
+
+    To 2 %, which logarithms rounded to bfloat16 keep: what is left over is normalised away.
+    """
     if not _is_traced(p.q):
         exact = torch.promote_types(p.log_masses.dtype, torch.float32)
         total = p.log_masses.detach().to(exact).exp().sum(-1)
-        _expect_true((total - 1).abs() < 1e-3, "log_masses", "logarithms of masses that sum to 1", p.log_masses,
+        _expect_true((total - 1).abs() < 2e-2, "log_masses", "logarithms of masses that sum to 1", p.log_masses,
                      "Use `log_masses.log_softmax(-1)`.")  # fmt: skip
 
 
