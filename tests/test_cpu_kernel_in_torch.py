@@ -19,8 +19,8 @@ from lotformer.ops import backends, cpu, lot_attention
 SOLVERS = ("sinkhorn", "newton")
 
 
-def inputs(**options: object) -> dict[str, Tensor]:
-    return {name: t.float().requires_grad_() for name, t in problem(n=21, m=17, **options).items()}  # type: ignore[arg-type]
+def inputs(**options: Any) -> dict[str, Tensor]:
+    return {name: t.float().requires_grad_() for name, t in problem(n=21, m=17, **options).items()}
 
 
 def in_new_process(code: str, **environment: str) -> str:
@@ -57,8 +57,8 @@ def test_it_compiles_into_one_graph(solver: str) -> None:
     x = inputs(query_masses=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rest = {name: t for name, t in x.items() if name not in "qkv"}
-        return lot_attention(q * 1.5, k, v, **rest, solver=solver, backend="cpu") * 2  # type: ignore[arg-type]
+        rest: dict[str, Any] = {name: t for name, t in x.items() if name not in "qkv"}
+        return lot_attention(q * 1.5, k, v, **rest, solver=solver, backend="cpu") * 2
 
     leaves = [x[name] for name in "qkv"]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -145,16 +146,16 @@ def memory_command(
             time_limit=time_limit,
             on_point=lambda point: status.update(f"Measured {point.label} at N={point.n}"),
         )
-    table = Table(title=f"MiB beyond q, k, v, out and their gradients (B{batch} H{heads} D{head_dim})")
-    for column in ("mechanism", "N", "kept for backward", "peak", ""):
-        table.add_column(column, justify="left" if column in ("mechanism", "") else "right")
+    table = _table(
+        f"MiB beyond q, k, v, out and their gradients (B{batch} H{heads} D{head_dim})",
+        ("mechanism", "N", "kept for backward", "peak", ""),
+        left={"mechanism", ""},
+    )
     for point in result.points:
         table.add_row(
             point.label, str(point.n), _mebibytes(point.saved_bytes), _mebibytes(point.peak_bytes), point.skipped or ""
         )
-    console.print(table)
-    write_json(result, json)
-    console.print(f"Wrote {json}")
+    _publish(console, table, result, json)
 
 
 @app.command("solvers")
@@ -187,9 +188,11 @@ def solvers_command(
                 seconds_each=seconds,
                 on_point=lambda point: status.update(f"Timed {point.shape}"),
             )
-    table = Table(title=f"LOT r={rank} T={iters} ε={eps:g} tol={tol:g}, backend {name}, forward, {threads} threads")
-    for column in ("shape", "sweeps ms", "residual", "newton ms", "residual", "× sweeps", "bf16 ms", "× faster"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
+    table = _table(
+        f"LOT r={rank} T={iters} ε={eps:g} tol={tol:g}, backend {name}, forward, {threads} threads",
+        ("shape", "sweeps ms", "residual", "newton ms", "residual", "× sweeps", "bf16 ms", "× faster"),
+        left={"shape"},
+    )
     for point in result.points:
         ms, residual = point.milliseconds, point.residual
         table.add_row(
@@ -197,9 +200,7 @@ def solvers_command(
             f"{residual['newton']:.1e}", f"{point.newton_times:.2f}", f"{ms['sinkhorn bf16']:.3f}",
             f"{point.bf16_times_faster:.2f}",
         )  # fmt: skip
-    console.print(table)
-    write_json(result, json)
-    console.print(f"Wrote {json}")
+    _publish(console, table, result, json)
 
 
 @app.command("roofline")
@@ -230,22 +231,35 @@ def roofline_command(
                 seconds_each=seconds,
                 on_point=lambda point: status.update(f"Timed {point.shape}"),
             )
-    table = Table(title=f"LOT r={rank} T={iters}, backend {name}, {threads} threads")
-    for column in ("shape", "direction", "ms", "GFLOP/s", "matmul GFLOP/s", "× its flops' time"):
-        table.add_column(column, justify="left" if column in ("shape", "direction") else "right")
+    table = _table(
+        f"LOT r={rank} T={iters}, backend {name}, {threads} threads",
+        ("shape", "direction", "ms", "GFLOP/s", "matmul GFLOP/s", "× its flops' time"),
+        left={"shape", "direction"},
+    )
     for point in result.points:
         table.add_row(
             str(point.shape), point.direction, f"{point.milliseconds:.3f}", f"{point.gflops_per_second:.1f}",
             f"{point.matmul_gflops_per_second:.1f}", f"{point.times_limit:.2f}",
         )  # fmt: skip
-    console.print(table)
-    write_json(result, json)
-    console.print(f"Wrote {json}")
+    _publish(console, table, result, json)
 
 
 def command_line() -> str:
     """The command as typed, without the path of the program."""
     return " ".join(["lotformer", *sys.argv[1:]])
+
+
+def _table(title: str, columns: Sequence[str], left: Collection[str]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _publish(console: Console, table: Table, result: object, path: Path) -> None:
+    console.print(table)
+    write_json(result, path)
+    console.print(f"Wrote {path}")
 
 
 def mechanism_names(text: str) -> list[str]:

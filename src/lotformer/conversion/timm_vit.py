@@ -59,6 +59,5 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is ConvertedTimmAttention and record_of(module) is not None:
             # back to the base class, which mypy takes for a loss of what it has just learned about the module
-            # the class is what changes back; type checkers do not know such assignments
             module.__class__ = TimmAttention  # type: ignore[assignment]
             uninstall(module)

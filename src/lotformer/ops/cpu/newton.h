@@ -86,15 +86,17 @@ static void weigh_deviation(const float* e, const float* s, const float* mean, i
       store(to + i * ld + v * W, load(e + i * ld + v * W) * (load(s + i * ld + v * W) - mean[i]));
 }
 
-// dots[i] = x_i · y_i
-static void dot_blocks(const View& x, const View& y, int count, int vectors, float* dots) {
+// dots[i] = x_i · y_i, or x_i · (y_i − center)
+static void dot_blocks(const View& x, const View& y, int count, int vectors, float* dots,
+                       const float* center = nullptr) {
   for (int i = 0; i < count; i += W) {
     V part[W];
     for (int t = 0; t < W; t++) {
       part[t] = V{};
       if (i + t >= count) continue;
       const float *p = x.data + (i + t) * x.ld, *q = y.data + (i + t) * y.ld;
-      for (int v = 0; v < vectors; v++) part[t] += load(p + v * W) * load(q + v * W);
+      for (int v = 0; v < vectors; v++)
+        part[t] += load(p + v * W) * (center ? load(q + v * W) - load(center + v * W) : load(q + v * W));
     }
     store(dots + i, reduce<Add>(part));
   }

@@ -67,20 +67,6 @@ LOT_INLINE void add_log_mass(const Reverse& r, int64_t first, int count, const f
     for (int i = 0; i < count; i++) r.log_mass[first + i] += x[i];
 }
 
-// dots[i] = x_i · (y_i − center)
-static void dot_centered(const View& x, const View& y, const float* center, int count, int vectors, float* dots) {
-  for (int i = 0; i < count; i += W) {
-    V part[W];
-    for (int t = 0; t < W; t++) {
-      part[t] = V{};
-      if (i + t >= count) continue;
-      const float *p = x.data + (i + t) * x.ld, *q = y.data + (i + t) * y.ld;
-      for (int v = 0; v < vectors; v++) part[t] += load(p + v * W) * (load(q + v * W) - load(center + v * W));
-    }
-    store(dots + i, reduce<Add>(part));
-  }
-}
-
 // to[d, j] = factor[j] · x[j, d]: the right-hand side of products with rows of values.
 static float* transposed(const Head& head, const float* x, const float* factor) {
   const Measure& p = head.pivots;

@@ -85,7 +85,7 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
       const View plan_grad = plan_grad_at(r, i);
       multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(plan_grad.data),
                   plan_grad.ld);
-      dot_centered({e, p.padded}, plan_grad, level, count, p.vectors, k.shift);
+      dot_blocks({e, p.padded}, plan_grad, count, p.vectors, k.shift, level);
       float* weight = column_at(r, row, i);
       for (int l = 0; l < count; l += W) {
         const V df = load(r.row_scale + i + l) * load(k.shift + l);
