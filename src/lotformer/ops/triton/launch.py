@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from ..newton import FIXED_PASSES, MAX_PASSES
-from . import fused, passes
+from . import fused, newton_passes, passes
 
 Strategy = Literal["fused", "passes"]
 Options = dict[str, int]
@@ -329,28 +329,28 @@ class _Passes:
         rank = self.inputs.rank
         state = self.inputs.z.new_empty(self.inputs.heads, 2 * rank + 3)
         start = self.buffer(rank + 1)
-        self.over_tokens(passes.newton_start_kernel, {"partials": start})
-        self.over_heads(passes.newton_begin_kernel, {"partials": start, "state": state})
+        self.over_tokens(newton_passes.newton_start_kernel, {"partials": start})
+        self.over_heads(newton_passes.newton_begin_kernel, {"partials": start, "state": state})
         looked = self.buffer(rank, rank + 2)
         for i in range(FIXED_PASSES):
             self.look(state, looked, on_path=True)
             step = {"partials": looked, "state": state, "tol": _tolerance(self.inputs)}
-            self.over_heads(passes.newton_step_kernel, {**step, "last": int(i == FIXED_PASSES - 1)})
+            self.over_heads(newton_passes.newton_step_kernel, {**step, "last": int(i == FIXED_PASSES - 1)})
         self.look(state, looked, on_path=False)
         finish = {"partials": looked, "state": state, "potentials": potentials}
-        self.over_heads(passes.newton_finish_kernel, finish)
+        self.over_heads(newton_passes.newton_finish_kernel, finish)
 
     def look(self, state: Tensor, looked: Tensor, *, on_path: bool) -> None:
         """Sums at the potential that each head's `state` begins with."""
         size = state.numel() // self.inputs.heads
         arguments = {"state": state, "partials": looked, "state_size": size, "ON_PATH": on_path}
-        self.over_tokens(passes.newton_look_kernel, arguments)
+        self.over_tokens(newton_passes.newton_look_kernel, arguments)
 
     def implicit(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor) -> None:
         looked = self.buffer(self.inputs.rank, self.inputs.rank + 2)
         self.look(potentials, looked, on_path=False)
         arguments = {"partials": looked, "y_partials": y_partials, "grad_potentials": grad_potentials}
-        self.over_heads(passes.implicit_kernel, arguments)
+        self.over_heads(newton_passes.implicit_kernel, arguments)
 
     def reverse_in_one(self, potentials: Tensor, y_partials: Tensor, grad_potentials: Tensor, *, keys: bool) -> None:
         arguments = {

@@ -184,8 +184,7 @@ def _every_launch(depth: int, rank: int, dtype: torch.dtype, masked: bool) -> It
     seen: set[Launch] = set()
     for strategy in ("fused", "passes") if rank <= launch.FUSED_RANK else ("passes",):
         for newton in (False, True):
-            options = {"newton": newton, "dtype": dtype, "masked": masked}
-            for launched in record(depth, rank, strategy=strategy, **options):  # type: ignore[arg-type]
+            for launched in record(depth, rank, strategy=strategy, newton=newton, dtype=dtype, masked=masked):
                 if launched not in seen:
                     seen.add(launched)
                     yield launched, "newton" if newton else "sinkhorn"
