@@ -12,13 +12,13 @@ struct Totals {
   double* temperature;
 };
 
-// to = scale_i from_i
-LOT_INLINE void scale_plan_grad(const View& from, const float* scale, int count, int vectors, float* to) {
-  const int64_t ld = int64_t(vectors) * W;
-  for (int i = 0; i < count; i++) {
-    const V factor = splat(scale[i]);
-    for (int v = 0; v < vectors; v++) store(to + i * ld + v * W, factor * load(from.data + i * from.ld + v * W));
-  }
+// to ∘= e
+LOT_INLINE void multiply_rows(const View& e, int count, int vectors, const Block& to) {
+  for (int i = 0; i < count; i++)
+    for (int v = 0; v < vectors; v++) {
+      float* x = to.data + i * to.ld + v * W;
+      store(x, load(e.data + i * e.ld + v * W) * load(x));
+    }
 }
 
 // ds = K ∘ (A B + row_scale · plan_grad), or what log form has collected; then dx = ds · scaled pivots and the pivots'
@@ -27,24 +27,21 @@ static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
-  const int64_t ld = p.padded;
   start_products(head, p.dim_padded);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* ds = k.plan;
-      if (r.grad) {
-        ds = r.grad + i * ld;
-      } else {
-        scale_plan_grad(plan_grad_at(r, i), r.row_scale + i, count, p.vectors, k.plan);
-        multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, ld, p.vectors, k.plan, ld);
-        for (int64_t l = 0; l < count * ld; l += W) store(k.plan + l, load(r.rows + i * ld + l) * load(k.plan + l));
+      const Block ds = r.grad.data ? r.grad.at(i) : k.plan;
+      if (!r.grad.data) {
+        scale_rows(r.plan_grad.at(i), count, r.row_scale + i, p.vectors, ds);
+        multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, p.padded, p.vectors, ds.data, ds.ld);
+        multiply_rows(r.rows.at(i), count, p.vectors, ds);
       }
-      const View to = target_rows(t, dx, i, p.dim, k.output);
-      multiply_nn(ds, ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, const_cast<float*>(to.data), to.ld);
+      const Block to = target_rows(t, dx, i, p.dim, k.output);
+      multiply_nn(ds.data, ds.ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, to.data, to.ld);
       write_rows(t, dx, i, count, p.dim, to, k.output);
       const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
-      multiply_tn(ds, ld, p.padded, count, x.data, x.ld, p.dim_padded / W, k.product, p.dim_padded);
+      multiply_tn(ds.data, ds.ld, p.padded, count, x.data, x.ld, p.dim_padded / W, k.product, p.dim_padded);
     }
   });
   collect_products(head, p.dim_padded);
@@ -172,7 +169,7 @@ static void reverse_newton(Reverse& r, int side, const float* state, const Rows&
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* e = r.rows + i * p.padded;
+      const View e = r.rows.at(i);
       dot_rows(e, count, one, p.vectors, k.sum);
       dot_rows(e, count, x, p.vectors, k.shift);
       float *mass = column_at(r, direct, i), *weight = column_at(r, through, i);
@@ -190,7 +187,6 @@ static void reverse_newton(Reverse& r, int side, const float* state, const Rows&
 static void backward_sample(const Head& head, Totals totals) {
   const Call& c = *head.call;
   const size_t mark = c.host.mark();
-  const Measure& p = head.pivots;
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   if (queries.count == 0 || keys.count == 0) {
@@ -205,14 +201,13 @@ static void backward_sample(const Head& head, Totals totals) {
   const Rows dout = at_head(c.grad_out, c.bf16, b, h);
   const Rows values = at_head(c.values, c.bf16, b, h), dv = at_head(c.grad_values, c.bf16, b, h);
   Mixed y = read_mixed(head, c.mixed + which * c.rank * c.value_dim);
-  float* rows = head.arena.take<float>(round_up(most(queries.count, keys.count), kBlock) * p.padded);
   const int width = c.solver == kSinkhorn ? 2 * c.iters + 1 : 4;
   for (int side = 0; side < 2; side++) {
     const size_t side_mark = c.host.mark();
     const Tokens& t = side == kQuery ? queries : keys;
     const bool logarithmic = c.solver == kSinkhorn && form[side] != 0;
     const Rows dx = at_head(c.grad_tokens[side], c.bf16, b, h), given = side == kQuery ? dout : values;
-    Reverse r = open_reverse(head, t, width, logarithmic, c.grad_masses[side] != nullptr, rows, dx);
+    Reverse r = open_reverse(head, t, side, width, logarithmic, dx);
     if (c.solver == kSinkhorn)
       reverse_sinkhorn(r, side, side == kQuery ? state : key_state, form, given, dv, y, totals.log_masses);
     else

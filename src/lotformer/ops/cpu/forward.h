@@ -6,7 +6,7 @@
 namespace {
 
 // out_i = Σ_j P_ij y_j with P_ij = u_i e_ij b_j; e are the kernel's rows, or exp(s + g − shift) if g is given.
-static void write_output(const Head& head, const Tokens& t, const Rows& out, const float* rows, const float* g,
+static void write_output(const Head& head, const Tokens& t, const Rows& out, const View& rows, const float* g,
                          const float* b, const float* mixed) {
   const Measure& p = head.pivots;
   const int width = head.value_padded;
@@ -17,7 +17,7 @@ static void write_output(const Head& head, const Tokens& t, const Rows& out, con
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* e = rows + i * p.padded;
+      View e = rows.at(i);
       if (g) {
         exp_block(e, count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
         e = k.plan;
@@ -25,9 +25,8 @@ static void write_output(const Head& head, const Tokens& t, const Rows& out, con
         dot_rows(e, count, b, p.vectors, k.sum);
       }
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
-      const View to = target_rows(t, out, i, head.call->value_dim, k.output);
-      multiply_nn(e, p.padded, count, p.rank, scaled, width, width / W, const_cast<float*>(to.data), to.ld, k.extra,
-                  kOutput);
+      const Block to = target_rows(t, out, i, head.call->value_dim, k.output);
+      multiply_nn(e.data, e.ld, count, p.rank, scaled, width, width / W, to.data, to.ld, k.extra, kOutput);
       write_rows(t, out, i, count, head.call->value_dim, to, k.output);
     }
   });
@@ -54,9 +53,8 @@ static void forward_sample(const Head& head) {
     c.host.release(mark);
     return;
   }
-  const int64_t longest = round_up(most(queries.count, keys.count), kBlock);
-  float* rows = head.arena.take<float>(longest * p.padded);
-  float* b_or_g = head.arena.zeros<float>(p.padded);
+  const size_t key_mark = c.host.mark();
+  Block rows = take_rows(head, keys);
   float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 1) * c.rank;
   bool logarithmic = c.solver == kNewton;
   if (c.solver == kNewton) {
@@ -65,10 +63,13 @@ static void forward_sample(const Head& head) {
     key_sweeps_log(head, keys, values, rows, key_state);
     form[1] = 1;
   }
+  c.host.release(key_mark);
   const float* collected = head.worker[0].product;
   for (int j = 0; j < c.rank; j++)
     memcpy(mixed + int64_t(j) * c.value_dim, collected + int64_t(j) * head.value_padded,
            sizeof(float) * size_t(c.value_dim));
+  rows = take_rows(head, queries);
+  float* b_or_g = head.arena.zeros<float>(p.padded);
   if (c.solver == kNewton) {
     solve_queries(head, queries, rows, b_or_g, state);
   } else if (!query_sweeps(head, queries, rows, b_or_g, state)) {

@@ -78,9 +78,20 @@ static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const A
   return t;
 }
 
+// Rows of a matrix, `ld` floats apart.
 struct View {
   const float* data;
   int64_t ld;
+
+  View at(int64_t row) const { return {data + row * ld, ld}; }
+};
+
+struct Block {
+  float* data;
+  int64_t ld;
+
+  Block at(int64_t row) const { return {data + row * ld, ld}; }
+  operator View() const { return {data, ld}; }
 };
 
 // Rows [first, first + count) of a tensor that belongs to the tokens, as fp32. `vectors` asks for rows padded with
@@ -105,9 +116,8 @@ static View read_rows(const Tokens& t, const Rows& rows, int64_t first, int coun
 }
 
 // Where `write_rows` may be spared: the rows of the tensor themselves if they can be written as whole vectors.
-static View target_rows(const Tokens& t, const Rows& rows, int64_t first, int width, float* buffer) {
-  if (!t.bf16 && !t.index && width % W == 0)
-    return {static_cast<const float*>(rows.data) + first * rows.token, rows.token};
+static Block target_rows(const Tokens& t, const Rows& rows, int64_t first, int width, float* buffer) {
+  if (!t.bf16 && !t.index && width % W == 0) return {static_cast<float*>(rows.data) + first * rows.token, rows.token};
   return {buffer, round_up(width, W)};
 }
 
@@ -189,7 +199,7 @@ static Measure read_measure(const Call& c, int64_t h, const Arena& arena) {
 // Scratch of one worker on a head.
 struct Worker {
   float *input, *output;     // blocks of token rows
-  float *plan, *other;       // blocks of scores
+  Block plan, other;         // blocks of scores
   float *shift, *sum, *weight, *extra;  // one number per row of a block
   float* column;             // (padded) partial column sums of a block
   double *columns, *columns2;  // (padded) column sums of a range of tokens
@@ -249,8 +259,8 @@ static Head open_head(const Call& c, int64_t h, int workers) {
     Worker& k = head.worker[w];
     k.input = head.arena.take<float>(kBlock * widest);
     k.output = head.arena.take<float>(kBlock * widest);
-    k.plan = head.arena.take<float>(kBlock * padded);
-    k.other = head.arena.take<float>(kBlock * padded);
+    k.plan = {head.arena.take<float>(kBlock * padded), padded};
+    k.other = {head.arena.take<float>(kBlock * padded), padded};
     float* numbers = head.arena.take<float>(4 * kBlock);
     k.shift = numbers;
     k.sum = numbers + kBlock;
@@ -265,21 +275,26 @@ static Head open_head(const Call& c, int64_t h, int workers) {
   return head;
 }
 
+// Memory for the kernel or the scores of some tokens, one row a token.
+static Block take_rows(const Head& head, const Tokens& t) {
+  const int64_t padded = head.pivots.padded;
+  return {head.arena.take<float>(round_up(t.count, kBlock) * padded), padded};
+}
+
 // s[i, :] = temperature · x_i zᵀ
-LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count, float* scores) {
+LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count, const Block& scores) {
   const Measure& p = head.pivots;
   const View x = read_rows(t, t.rows, first, count, p.dim, false, k.input);
-  multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores, p.padded,
-              nullptr, kInput);
+  multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores.data,
+              scores.ld, nullptr, kInput);
 }
 
 // e = exp(β s + g − shift) with the row's maximum as shift, and the row sums; rows up to a whole vector are zeroed.
 // PLAIN: β = 1 and g = 0.
 template <int NV, bool PLAIN>
-static void exp_panel(const float* s, int count, float beta, const float* g, int any, float* e, float* shift,
+static void exp_panel(const View& s, int count, float beta, const float* g, int any, const Block& e, float* shift,
                       float* sum) {
   const int vectors = NV ? NV : any;
-  const int64_t ld = int64_t(vectors) * W;
   auto exponent = [&](const float* row, int v) {
     return PLAIN ? load(row + v * W) : load(row + v * W) * beta + load(g + v * W);
   };
@@ -287,7 +302,7 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
     V part[W];
 #pragma GCC unroll 16
     for (int t = 0; t < W; t++) {
-      const float* row = s + least(i + t, count - 1) * ld;
+      const float* row = s.data + least(i + t, count - 1) * s.ld;
       V top = exponent(row, 0);
       for (int v = 1; v < vectors; v++) top = vmax(top, exponent(row, v));
       part[t] = top;
@@ -295,8 +310,8 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
     store(shift + i, reduce<Max>(part));
     const int valid = least(W, count - i);
     for (int t = 0; t < valid; t++) {
-      const float* row = s + (i + t) * ld;
-      float* to = e + (i + t) * ld;
+      const float* row = s.data + (i + t) * s.ld;
+      float* to = e.data + (i + t) * e.ld;
       const V top = splat(shift[i + t]);
       V total = V{};
 #pragma GCC unroll 4
@@ -308,7 +323,7 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
       part[t] = total;
     }
     for (int t = valid; t < W; t++) {
-      for (int v = 0; v < vectors; v++) store(e + (i + t) * ld + v * W, V{});
+      for (int v = 0; v < vectors; v++) store(e.data + (i + t) * e.ld + v * W, V{});
       part[t] = V{};
     }
     store(sum + i, reduce<Add>(part));
@@ -316,7 +331,7 @@ static void exp_panel(const float* s, int count, float beta, const float* g, int
 }
 
 // Without g, β must be one.
-static void exp_block(const float* s, int count, float beta, const float* g, int vectors, float* e, float* shift,
+static void exp_block(const View& s, int count, float beta, const float* g, int vectors, const Block& e, float* shift,
                       float* sum) {
   if (vectors == 4 && !g)
     exp_panel<4, true>(s, count, beta, g, vectors, e, shift, sum);
@@ -329,11 +344,11 @@ static void exp_block(const float* s, int count, float beta, const float* g, int
 }
 
 // dots[i] = Σ_j e[i, j] b[j]
-LOT_INLINE void dot_rows(const float* e, int count, const float* b, int vectors, float* dots) {
-  const int64_t ld = int64_t(vectors) * W;
+LOT_INLINE void dot_rows(const View& e, int count, const float* b, int vectors, float* dots) {
+  const int64_t ld = e.ld;
   for (int i = 0; i < count; i += W) {
     V part[W];
-    const float* base = e + i * ld;
+    const float* base = e.data + i * ld;
     V bv = load(b);
 #pragma GCC unroll 16
     for (int t = 0; t < W; t++) part[t] = load(base + t * ld) * bv;
@@ -370,19 +385,17 @@ LOT_INLINE void weigh_panel(const float* e, int64_t ld, int count, const float* 
 }
 
 // column[j] = Σ_i w[i] e[i, j], then added to `columns` in double: a block is short enough for fp32.
-LOT_INLINE void weigh_columns(const float* e, int count, const float* w, int vectors, float* column, double* columns) {
-  const int64_t ld = int64_t(vectors) * W;
+LOT_INLINE void weigh_columns(const View& e, int count, const float* w, int vectors, float* column, double* columns) {
   int v = 0;
-  for (; v + 4 <= vectors; v += 4) weigh_panel<4>(e + v * W, ld, count, w, column + v * W);
-  for (; v < vectors; v++) weigh_panel<1>(e + v * W, ld, count, w, column + v * W);
-  for (int j = 0; j < ld; j++) columns[j] += double(column[j]);
+  for (; v + 4 <= vectors; v += 4) weigh_panel<4>(e.data + v * W, e.ld, count, w, column + v * W);
+  for (; v < vectors; v++) weigh_panel<1>(e.data + v * W, e.ld, count, w, column + v * W);
+  for (int j = 0; j < vectors * W; j++) columns[j] += double(column[j]);
 }
 
-LOT_INLINE void scale_rows(const float* e, int count, const float* w, int vectors, float* to) {
-  const int64_t ld = int64_t(vectors) * W;
+LOT_INLINE void scale_rows(const View& e, int count, const float* w, int vectors, const Block& to) {
   for (int i = 0; i < count; i++) {
     const V scale = splat(w[i]);
-    for (int v = 0; v < vectors; v++) store(to + i * ld + v * W, load(e + i * ld + v * W) * scale);
+    for (int v = 0; v < vectors; v++) store(to.data + i * to.ld + v * W, load(e.data + i * e.ld + v * W) * scale);
   }
 }
 

@@ -21,7 +21,7 @@ struct HessianSink {
   const Head* head;
   float* matrices;  // (workers, padded, padded), upper tiles
 
-  void add(Worker& k, const float* e, const float* u, const float* mass, int count) const {
+  void add(Worker& k, const View& e, const float* u, const float* mass, int count) const {
     const Measure& p = head->pivots;
     float weight[kBlock];
     for (int i = 0; i < count; i++) weight[i] = mass[i] * u[i];
@@ -29,7 +29,7 @@ struct HessianSink {
     for (int i = 0; i < count; i++) weight[i] = __builtin_sqrtf(mass[i]) * u[i];
     scale_rows(e, count, weight, p.vectors, k.other);
     float* matrix = matrices + (&k - head->worker) * int64_t(p.padded) * p.padded;
-    multiply_symmetric(k.other, p.padded, p.vectors, count, matrix, p.padded);
+    multiply_symmetric(k.other.data, k.other.ld, p.vectors, count, matrix, p.padded);
   }
 };
 
@@ -44,7 +44,8 @@ static double range_of(const double* x, int n) {
 
 // Scores of some tokens with their masses.
 struct Cloud {
-  const float *scores, *mass;
+  View scores;
+  const float* mass;
   int64_t count;
 };
 
@@ -79,11 +80,11 @@ static void to_potential(const Measure& p, const double* g, float* to) {
 }
 
 // to = e ∘ (s − mean_i)
-static void weigh_deviation(const float* e, const float* s, const float* mean, int count, int vectors, float* to) {
-  const int64_t ld = int64_t(vectors) * W;
+static void weigh_deviation(const View& e, const View& s, const float* mean, int count, int vectors, const Block& to) {
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++)
-      store(to + i * ld + v * W, load(e + i * ld + v * W) * (load(s + i * ld + v * W) - mean[i]));
+      store(to.data + i * to.ld + v * W,
+            load(e.data + i * e.ld + v * W) * (load(s.data + i * s.ld + v * W) - mean[i]));
 }
 
 // dots[i] = x_i · y_i, or x_i · (y_i − center)
@@ -114,12 +115,12 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
   head.each_range(cloud.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* s = cloud.scores + i * p.padded;
+      const View s = cloud.scores.at(i);
       exp_block(s, count, float(beta), n.potential, p.vectors, k.plan, k.shift, k.sum);
       divide_masses(cloud.mass + i, k.sum, count, k.extra, k.weight);
       n.sink.add(k, k.plan, k.extra, cloud.mass + i, count);
       if (!moving) continue;
-      dot_blocks({k.plan, p.padded}, {s, p.padded}, count, p.vectors, k.sum);
+      dot_blocks(k.plan, s, count, p.vectors, k.sum);
       for (int l = 0; l < count; l++) k.sum[l] *= k.extra[l];
       weigh_deviation(k.plan, s, k.sum, count, p.vectors, k.other);
       weigh_columns(k.other, count, k.weight, p.vectors, k.column, k.columns);
@@ -174,12 +175,12 @@ static double start_path(const Newton& n, const Cloud& cloud, double* g) {
     double spread = 0;
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* s = cloud.scores + i * p.padded;
+      const View s = cloud.scores.at(i);
       weigh_columns(s, count, cloud.mass + i, p.vectors, k.column, k.columns);
       for (int l = 0; l < count; l++) {
         V high = splat(kNothing), low = splat(kNothing);
         for (int v = 0; v < p.vectors; v++) {
-          const V x = load(s + int64_t(l) * p.padded + v * W), pad = load(only + v * W);
+          const V x = load(s.data + l * s.ld + v * W), pad = load(only + v * W);
           high = vmax(high, x + pad);
           low = vmax(low, pad - x);
         }
@@ -247,16 +248,16 @@ static Cloud sample(const Head& head, const Cloud& all, int64_t size) {
   for (int64_t i = 0; i < all.count && taken < size; i++) {
     reached += double(all.mass[i]) * double(size);
     while (taken < size && (reached > double(taken) + place || i == all.count - 1)) {
-      memcpy(scores + taken * padded, all.scores + i * padded, sizeof(float) * size_t(padded));
+      memcpy(scores + taken * padded, all.scores.at(i).data, sizeof(float) * size_t(padded));
       mass[taken++] = float(1.0 / double(size));
       place = place + 0.6180339887498949 < 1 ? place + 0.6180339887498949 : place - 0.3819660112501051;
     }
   }
-  return {scores, mass, size};
+  return {{scores, padded}, mass, size};
 }
 
 // g with Pᵀa = m to the tolerance, P = softmax(s + g), as a potential in fp32.
-static void solve_potential(const Head& head, const Tokens& t, const float* scores, float* potential) {
+static void solve_potential(const Head& head, const Tokens& t, const View& scores, float* potential) {
   const Measure& p = head.pivots;
   Newton n = open_newton(head);
   double* g = head.arena.zeros<double>(p.rank);
@@ -277,7 +278,7 @@ static void solve_potential(const Head& head, const Tokens& t, const float* scor
 }
 
 // Key side: state gets g and ω = 1 / column sums; `Wᵀ v` goes to the product of worker 0.
-static void solve_keys(const Head& head, const Tokens& t, const Rows& values, float* scores, float* state) {
+static void solve_keys(const Head& head, const Tokens& t, const Rows& values, const Block& scores, float* state) {
   const Measure& p = head.pivots;
   float* g = head.arena.take<float>(p.padded);
   score_all(head, t, scores);
@@ -287,12 +288,12 @@ static void solve_keys(const Head& head, const Tokens& t, const Rows& values, fl
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      exp_block(scores + i * p.padded, count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
+      exp_block(scores.at(i), count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       weigh_columns(k.plan, count, k.weight, p.vectors, k.column, k.columns);
       scale_rows(k.plan, count, k.weight, p.vectors, k.plan);
       const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
-      multiply_tn(k.plan, p.padded, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
+      multiply_tn(k.plan.data, k.plan.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
                   head.value_padded);
     }
   });
@@ -306,7 +307,7 @@ static void solve_keys(const Head& head, const Tokens& t, const Rows& values, fl
   }
 }
 
-static void solve_queries(const Head& head, const Tokens& t, float* scores, float* g, float* state) {
+static void solve_queries(const Head& head, const Tokens& t, const Block& scores, float* g, float* state) {
   score_all(head, t, scores);
   solve_potential(head, t, scores, g);
   memcpy(state, g, sizeof(float) * size_t(head.pivots.rank));

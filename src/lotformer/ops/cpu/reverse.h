@@ -17,10 +17,9 @@ namespace {
 struct Reverse {
   const Head* head;
   const Tokens* t;
-  float* rows;          // kernel (scaling form) or scores (log form), tokens × padded
-  float* grad;          // log form: gradient of the scores, tokens × padded
-  float* plan_grad;     // scaling form: gradient of the plan, up to factors of rows, one row a token
-  int64_t plan_grad_ld;
+  Block rows;           // kernel (scaling form) or scores (log form), tokens × padded
+  Block grad;           // log form: gradient of the scores, tokens × padded
+  Block plan_grad;      // scaling form: gradient of the plan, up to factors of rows, tokens × padded
   int width, used;      // columns of A: room and filled
   int64_t room;         // tokens, rounded up to whole blocks
   float *a, *b;         // A: width columns of `room`, B: width × padded
@@ -29,29 +28,24 @@ struct Reverse {
 };
 
 // The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room.
-static Reverse open_reverse(const Head& head, const Tokens& t, int width, bool logarithmic, bool masses, float* rows,
-                            const Rows& dx) {
+static Reverse open_reverse(const Head& head, const Tokens& t, int side, int width, bool logarithmic, const Rows& dx) {
   Reverse r;
   const int64_t room = r.room = round_up(t.count, kBlock);
   r.head = &head;
   r.t = &t;
-  r.rows = rows;
-  r.grad = logarithmic ? head.arena.take<float>(room * head.pivots.padded) : nullptr;
-  const bool in_place = !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
-  r.plan_grad_ld = in_place ? dx.token : head.pivots.padded;
-  r.plan_grad = logarithmic ? nullptr
-             : in_place  ? static_cast<float*>(dx.data)
-                         : head.arena.take<float>(room * head.pivots.padded);
+  const bool borrows = !logarithmic && !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
+  const Block own = borrows ? Block{} : take_rows(head, t);
+  r.grad = logarithmic ? own : Block{};
+  r.plan_grad = borrows ? Block{static_cast<float*>(dx.data), dx.token} : own;
+  r.rows = take_rows(head, t);
   r.width = width;
   r.used = 0;
   r.a = logarithmic ? nullptr : head.arena.take<float>(room * width);
   r.b = head.arena.zeros<float>(int64_t(width) * head.pivots.padded);
   r.row_scale = head.arena.take<float>(room);
-  r.log_mass = masses ? head.arena.zeros<double>(room) : nullptr;
+  r.log_mass = head.call->grad_masses[side] ? head.arena.zeros<double>(room) : nullptr;
   return r;
 }
-
-LOT_INLINE View plan_grad_at(const Reverse& r, int64_t first) { return {r.plan_grad + first * r.plan_grad_ld, r.plan_grad_ld}; }
 
 // Claims a column of A and fills its row of B with factor · x.
 static int claim(Reverse& r, float factor, const float* x) {

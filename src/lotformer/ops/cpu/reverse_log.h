@@ -5,25 +5,25 @@
 namespace {
 
 // grad −= plan_ij x_j + other_ij y_i (the second where given)
-static void subtract_shares(const float* plan, const float* x, const float* other, const float* y, int count,
-                            int vectors, float* grad) {
-  const int64_t ld = int64_t(vectors) * W;
+static void subtract_shares(const View& plan, const float* x, const View& other, const float* y, int count,
+                            int vectors, const Block& grad) {
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++) {
-      V share = load(plan + i * ld + v * W) * load(x + v * W);
-      if (other) share += load(other + i * ld + v * W) * y[i];
-      store(grad + i * ld + v * W, load(grad + i * ld + v * W) - share);
+      V share = load(plan.data + i * plan.ld + v * W) * load(x + v * W);
+      if (other.data) share += load(other.data + i * other.ld + v * W) * y[i];
+      float* to = grad.data + i * grad.ld + v * W;
+      store(to, load(to) - share);
     }
 }
 
 // to = plan ∘ (to − level_j − row_i)
-static void softmax_gradient(const float* plan, const float* level, const float* row, int count, int vectors,
-                             float* to) {
-  const int64_t ld = int64_t(vectors) * W;
+static void softmax_gradient(const View& plan, const float* level, const float* row, int count, int vectors,
+                             const Block& grad) {
   for (int i = 0; i < count; i++)
-    for (int v = 0; v < vectors; v++)
-      store(to + i * ld + v * W,
-            load(plan + i * ld + v * W) * (load(to + i * ld + v * W) - load(level + v * W) - row[i]));
+    for (int v = 0; v < vectors; v++) {
+      float* to = grad.data + i * grad.ld + v * W;
+      store(to, load(plan.data + i * plan.ld + v * W) * (load(to) - load(level + v * W) - row[i]));
+    }
 }
 
 static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g, Mixed& y, double* dg) {
@@ -37,15 +37,15 @@ static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g,
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      float* grad = r.grad + i * p.padded;
-      exp_block(r.rows + i * p.padded, count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
+      const Block grad = r.grad.at(i);
+      exp_block(r.rows.at(i), count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       scale_rows(k.plan, count, k.extra, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
-      multiply_tn(k.plan, p.padded, p.padded, count, d.data, d.ld, head.value_padded / W, k.product,
+      multiply_tn(k.plan.data, k.plan.ld, p.padded, count, d.data, d.ld, head.value_padded / W, k.product,
                   head.value_padded);
-      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, grad, p.padded);
-      dot_blocks({k.plan, p.padded}, {grad, p.padded}, count, p.vectors, k.extra);
+      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, grad.data, grad.ld);
+      dot_blocks(k.plan, grad, count, p.vectors, k.extra);
       softmax_gradient(k.plan, nothing, k.extra, count, p.vectors, grad);
       for (int l = 0; l < count; l++) k.weight[l] = 1;
       weigh_columns(grad, count, k.weight, p.vectors, k.column, k.columns);
@@ -71,21 +71,20 @@ static void reverse_key_plan_log(Reverse& r, const Rows& values, const Rows& dv,
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* s = r.rows + i * p.padded;
-      float* grad = r.grad + i * p.padded;
+      const View s = r.rows.at(i);
+      const Block grad = r.grad.at(i);
       row_potential(s, t.mass + i, count, g, p.vectors, k);
       exp_plan(s, count, k.shift, closing, p.vectors, k.other);
-      const View to = target_rows(t, dv, i, width, k.output);
-      multiply_nn(k.other, p.padded, count, p.rank, y.grad, head.value_padded, vectors, const_cast<float*>(to.data),
-                  to.ld);
+      const Block to = target_rows(t, dv, i, width, k.output);
+      multiply_nn(k.other.data, k.other.ld, count, p.rank, y.grad, head.value_padded, vectors, to.data, to.ld);
       write_rows(t, dv, i, count, width, to, k.output);
       const View v = read_rows(t, values, i, count, width, false, k.input);
-      multiply_nn(v.data, v.ld, count, width, grad_t, p.padded, p.vectors, grad, p.padded);
+      multiply_nn(v.data, v.ld, count, width, grad_t, p.padded, p.vectors, grad.data, grad.ld);
       for (int l = 0; l < count; l++) k.extra[l] = 0;
       softmax_gradient(k.other, level, k.extra, count, p.vectors, grad);
       for (int j = 0; j < p.rank; j++) k.column[j] = 1;
       for (int j = p.rank; j < p.padded; j++) k.column[j] = 0;
-      for (int l = count; l < round_up(count, W); l++) memset(grad + l * p.padded, 0, sizeof(float) * size_t(p.padded));
+      for (int l = count; l < round_up(count, W); l++) memset(grad.at(l).data, 0, sizeof(float) * size_t(p.padded));
       dot_rows(grad, count, k.column, p.vectors, k.extra);
       add_log_mass(r, i, count, k.extra);
       subtract_shares(k.other, nothing, k.plan, k.extra, count, p.vectors, grad);
@@ -109,13 +108,13 @@ static void reverse_sweep_log(Reverse& r, const float* g, const float* next, dou
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* s = r.rows + i * p.padded;
+      const View s = r.rows.at(i);
       row_potential(s, t.mass + i, count, g, p.vectors, k);
       exp_plan(s, count, k.shift, closing, p.vectors, k.other);
       dot_rows(k.other, count, x, p.vectors, k.extra);
       for (int l = 0; l < count; l++) k.extra[l] = -k.extra[l];
       add_log_mass(r, i, count, k.extra);
-      subtract_shares(k.other, x, g ? k.plan : nullptr, k.extra, count, p.vectors, r.grad + i * p.padded);
+      subtract_shares(k.other, x, g ? View(k.plan) : View{}, k.extra, count, p.vectors, r.grad.at(i));
       if (g) weigh_columns(k.plan, count, k.extra, p.vectors, k.column, k.columns);
     }
   });

@@ -19,7 +19,7 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, 
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      float* e = r.rows + i * p.padded;
+      const Block e = r.rows.at(i);
       first_scores(head, t, k, i, count, base, e);
       dot_rows(e, count, b, p.vectors, k.sum);
       float* u = r.row_scale + i;
@@ -27,11 +27,10 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, 
       if (hessian) hessian->add(k, e, u, t.mass + i, count);
       scale_rows(e, count, u, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
-      multiply_tn(k.plan, p.padded, p.padded, count, d.data, d.ld, vectors, k.product, head.value_padded);
-      const View plan_grad = plan_grad_at(r, i);
-      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(plan_grad.data),
-                  plan_grad.ld);
-      dot_blocks({k.plan, p.padded}, plan_grad, count, p.vectors, k.extra);
+      multiply_tn(k.plan.data, k.plan.ld, p.padded, count, d.data, d.ld, vectors, k.product, head.value_padded);
+      const Block plan_grad = r.plan_grad.at(i);
+      multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, plan_grad.data, plan_grad.ld);
+      dot_blocks(k.plan, plan_grad, count, p.vectors, k.extra);
       float* weight = column_at(r, column, i);
       for (int l = 0; l < count; l += W) store(weight + l, load(u + l) * load(k.extra + l));
       weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
@@ -69,7 +68,7 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      float* e = r.rows + i * p.padded;
+      const Block e = r.rows.at(i);
       first_scores(head, t, k, i, count, base, e);
       if (origin)
         for (int l = 0; l < count; l += W)
@@ -77,15 +76,14 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
       dot_rows(e, count, b, p.vectors, k.sum);
       divide_masses(t.mass + i, k.sum, count, k.extra, r.row_scale + i);
       if (hessian) hessian->add(k, e, k.extra, t.mass + i, count);
-      const View to = target_rows(t, dv, i, width, k.output);
-      multiply_nn(e, p.padded, count, p.rank, send, head.value_padded, head.value_padded / W, const_cast<float*>(to.data),
-                  to.ld, r.row_scale + i);
+      const Block to = target_rows(t, dv, i, width, k.output);
+      multiply_nn(e.data, e.ld, count, p.rank, send, head.value_padded, head.value_padded / W, to.data, to.ld,
+                  r.row_scale + i);
       const View v = read_rows(t, values, i, count, width, true, k.input);
       write_rows(t, dv, i, count, width, to, k.output);
-      const View plan_grad = plan_grad_at(r, i);
-      multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, const_cast<float*>(plan_grad.data),
-                  plan_grad.ld);
-      dot_blocks({e, p.padded}, plan_grad, count, p.vectors, k.shift, level);
+      const Block plan_grad = r.plan_grad.at(i);
+      multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, plan_grad.data, plan_grad.ld);
+      dot_blocks(e, plan_grad, count, p.vectors, k.shift, level);
       float* weight = column_at(r, row, i);
       for (int l = 0; l < count; l += W) {
         const V df = load(r.row_scale + i + l) * load(k.shift + l);
@@ -113,7 +111,7 @@ static void reverse_sweep(Reverse& r, const float* b, const float* next, double*
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* e = r.rows + i * p.padded;
+      const View e = r.rows.at(i);
       dot_rows(e, count, b, p.vectors, k.sum);
       dot_rows(e, count, c, p.vectors, k.shift);
       float *mass = column_at(r, column, i), *weight = column_at(r, row, i);
@@ -142,7 +140,7 @@ static void reverse_first_key_step(Reverse& r, const float* next, const double* 
   head.each_range(r.t->count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      dot_rows(r.rows + i * p.padded, count, c, p.vectors, k.sum);
+      dot_rows(r.rows.at(i), count, c, p.vectors, k.sum);
       for (int l = 0; l < count; l++) r.log_mass[i + l] -= column_at(r, column, i)[l] * k.sum[l];
     }
   });

@@ -56,13 +56,13 @@ static const float* starting_potential(const Head& head) {
 }
 
 static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const float* base,
-                         float* e) {
+                         const Block& e) {
   score_block(head, t, k, i, count, e);
   exp_block(e, count, 1.f, base, head.pivots.vectors, e, k.shift, k.sum);
 }
 
 // Query side: fills `kernel` and `b` (the last scaling), writes b of every sweep to `trace`.
-static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float* b, float* trace) {
+static bool query_sweeps(const Head& head, const Tokens& t, const Block& kernel, float* b, float* trace) {
   const Measure& p = head.pivots;
   const float* base = starting_potential(head);
   Scaling scaling{b, 1};
@@ -71,7 +71,7 @@ static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float
     head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i += kBlock) {
         const int count = int(least<int64_t>(kBlock, last - i));
-        float* e = kernel + i * p.padded;
+        const Block e = kernel.at(i);
         if (sweep == 0)
           first_scores(head, t, k, i, count, base, e);
         else
@@ -88,7 +88,7 @@ static bool query_sweeps(const Head& head, const Tokens& t, float* kernel, float
 }
 
 // Adds mass · exp(shift) times the rows to the columns, in units of exp(top) where top is the largest shift so far.
-static void weigh_raw(const float* mass, const float* e, int count, int vectors, Worker& k, bool& started) {
+static void weigh_raw(const float* mass, const View& e, int count, int vectors, Worker& k, bool& started) {
   float top = k.shift[0];
   for (int i = 1; i < count; i++) top = most(top, k.shift[i]);
   if (!started || top > k.top) {
@@ -114,8 +114,8 @@ static double collect_raw(const Head& head) {
 
 // Key side: writes b of the T + 1 column half-steps to `trace`, `Wᵀ v` to the product of worker 0.
 // The first scaling is in units of exp(-origin).
-static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, float* kernel, float* trace,
-                       float* origin) {
+static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, const Block& kernel,
+                       float* trace, float* origin) {
   const Measure& p = head.pivots;
   const int rounds = head.call->iters;
   const float* base = starting_potential(head);
@@ -126,7 +126,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
     bool started = false;
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      float* e = kernel + i * p.padded;
+      const Block e = kernel.at(i);
       first_scores(head, t, k, i, count, base, e);
       weigh_raw(t.mass + i, e, count, p.vectors, k, started);
     }
@@ -148,14 +148,14 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
     head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i += kBlock) {
         const int count = int(least<int64_t>(kBlock, last - i));
-        float* e = kernel + i * p.padded;
+        const Block e = kernel.at(i);
         dot_rows(e, count, b, p.vectors, k.sum);
         divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
         weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
         if (sweep < rounds) continue;
         scale_rows(e, count, k.weight, p.vectors, e);
         const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
-        multiply_tn(e, p.padded, p.padded, count, v.data, v.ld, head.value_padded / W, k.product, head.value_padded);
+        multiply_tn(e.data, e.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product, head.value_padded);
       }
     });
     collect_columns(head);
@@ -172,10 +172,10 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, fl
 
 // ---- log form ----
 
-static void score_all(const Head& head, const Tokens& t, float* scores) {
+static void score_all(const Head& head, const Tokens& t, const Block& scores) {
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock)
-      score_block(head, t, k, i, int(least<int64_t>(kBlock, last - i)), scores + i * head.pivots.padded);
+      score_block(head, t, k, i, int(least<int64_t>(kBlock, last - i)), scores.at(i));
   });
 }
 
@@ -187,7 +187,7 @@ LOT_INLINE void log_masses(const float* mass, int count, float* to) {
 }
 
 // shift ← log a + f where f = −LSE_j(s + g), or f = 0 without g; `sum` keeps f and `plan` softmax_j(s + g).
-static void row_potential(const float* s, const float* mass, int count, const float* g, int vectors, Worker& k) {
+static void row_potential(const View& s, const float* mass, int count, const float* g, int vectors, Worker& k) {
   log_masses(mass, count, k.weight);
   if (g) {
     exp_block(s, count, 1.f, g, vectors, k.plan, k.shift, k.sum);
@@ -202,31 +202,30 @@ static void row_potential(const float* s, const float* mass, int count, const fl
 }
 
 // e = exp(s + row + column)
-static void exp_plan(const float* s, int count, const float* row, const float* column, int vectors, float* e) {
-  const int64_t ld = int64_t(vectors) * W;
+static void exp_plan(const View& s, int count, const float* row, const float* column, int vectors, const Block& e) {
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++)
-      store(e + i * ld + v * W, vexp(load(s + i * ld + v * W) + row[i] + load(column + v * W)));
+      store(e.data + i * e.ld + v * W, vexp(load(s.data + i * s.ld + v * W) + row[i] + load(column + v * W)));
   for (int i = count; i < round_up(count, W); i++)
-    for (int v = 0; v < vectors; v++) store(e + i * ld + v * W, V{});
+    for (int v = 0; v < vectors; v++) store(e.data + i * e.ld + v * W, V{});
 }
 
 // next_j = log m_j − LSE_i(log a_i + s_ij + f_i),  f from g (f = 0 without g).
-static void log_half_steps(const Head& head, const Tokens& t, const float* scores, const float* g, float* next) {
+static void log_half_steps(const Head& head, const Tokens& t, const View& scores, const float* g, float* next) {
   const Measure& p = head.pivots;
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int j = 0; j < p.padded; j++) k.column[j] = kNothing;  // running maximum of each column
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const float* s = scores + i * p.padded;
+      const View s = scores.at(i);
       row_potential(s, t.mass + i, count, g, p.vectors, k);
       for (int v = 0; v < p.vectors; v++) {
         V top = load(k.column + v * W);
         const V before = top;
-        for (int r = 0; r < count; r++) top = vmax(top, load(s + int64_t(r) * p.padded + v * W) + k.shift[r]);
+        for (int r = 0; r < count; r++) top = vmax(top, load(s.data + r * s.ld + v * W) + k.shift[r]);
         V total = V{};
-        for (int r = 0; r < count; r++) total += vexp(load(s + int64_t(r) * p.padded + v * W) + k.shift[r] - top);
+        for (int r = 0; r < count; r++) total += vexp(load(s.data + r * s.ld + v * W) + k.shift[r] - top);
         const V faded = vexp(before - top);
         store(k.column + v * W, top);
         for (int j = 0; j < W; j++) {
@@ -251,7 +250,7 @@ static void log_half_steps(const Head& head, const Tokens& t, const float* score
 }
 
 // Query side in log form: fills `scores` and the last potential g, writes g of every sweep to `trace`.
-static void query_sweeps_log(const Head& head, const Tokens& t, float* scores, float* g, float* trace) {
+static void query_sweeps_log(const Head& head, const Tokens& t, const Block& scores, float* g, float* trace) {
   const Measure& p = head.pivots;
   score_all(head, t, scores);
   memcpy(g, zero_potential(head), sizeof(float) * size_t(p.padded));
@@ -261,7 +260,7 @@ static void query_sweeps_log(const Head& head, const Tokens& t, float* scores, f
   }
 }
 
-static void key_sweeps_log(const Head& head, const Tokens& t, const Rows& values, float* scores, float* trace) {
+static void key_sweeps_log(const Head& head, const Tokens& t, const Rows& values, const Block& scores, float* trace) {
   const Measure& p = head.pivots;
   float* g = head.arena.take<float>(p.padded);
   float* last_g = head.arena.take<float>(p.padded);
@@ -278,12 +277,12 @@ static void key_sweeps_log(const Head& head, const Tokens& t, const Rows& values
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      row_potential(scores + i * p.padded, t.mass + i, count, last_g, p.vectors, k);
+      row_potential(scores.at(i), t.mass + i, count, last_g, p.vectors, k);
       for (int l = 0; l < kBlock; l++) k.extra[l] = 1;
-      exp_plan(scores + i * p.padded, count, k.shift, column, p.vectors, k.plan);
+      exp_plan(scores.at(i), count, k.shift, column, p.vectors, k.plan);
       weigh_columns(k.plan, count, k.extra, p.vectors, k.column, k.columns);
       const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
-      multiply_tn(k.plan, p.padded, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
+      multiply_tn(k.plan.data, k.plan.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
                   head.value_padded);
     }
   });
