@@ -22,7 +22,7 @@ WRONG = {
     "k with other heads": ({"k": ones(2, 1, 5, 8)}, r"`k`: expected \(2, 3, M, 8\).*got \(2, 1, 5, 8\)"),
     "k with another width": ({"k": ones(2, 3, 5, 4)}, r"`k`: expected \(2, 3, M, 8\).*got \(2, 3, 5, 4\)"),
     "v of another length": ({"v": ones(2, 3, 6, 8)}, r"`v`: expected \(2, 3, 5, Dv\) to match k, got \(2, 3, 6, 8\)"),
-    "pivots without heads": ({"pivots": ones(4, 8)}, r"`pivots`: expected shape \(H, R, D\), got \(4, 8\)"),
+    "pivots without heads": ({"pivots": ones(4, 8)}, r"`pivots`: expected shape \(H, R, D\) or .*got \(4, 8\)"),
     "pivots with other heads": ({"pivots": ones(2, 4, 8)}, r"`pivots`: expected \(3, R, 8\).*got \(2, 4, 8\)"),
     "pivots with another width": ({"pivots": ones(3, 4, 6)}, r"`pivots`: expected \(3, R, 8\).*got \(3, 4, 6\)"),
     "no pivot": ({"pivots": ones(3, 0, 8)}, "`pivots`: expected at least one pivot"),

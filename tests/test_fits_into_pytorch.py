@@ -40,9 +40,10 @@ def test_compiles_to_one_graph_forward_and_backward(solver):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("pivots", ["fixed", "input-aware"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_exports_with_a_dynamic_sequence(solver):
-    layer = small_layer(solver=solver, prefix_tokens=1, local_conv="1d")
+def test_exports_with_a_dynamic_sequence(solver, pivots):
+    layer = small_layer(solver=solver, prefix_tokens=1, local_conv="1d", pivots=pivots)
     length = torch.export.Dim("length", min=4, max=512)
     program = torch.export.export(layer, (torch.randn(2, 17, 16),), dynamic_shapes=({1: length},))
     for n in (5, 31):
@@ -63,6 +64,13 @@ def test_runs_in_onnxruntime_with_a_dynamic_sequence():
         x = torch.randn(2, n, 16)
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         np.testing.assert_allclose(got, layer(x).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_with_input_aware_pivots_compiles_whole():
+    layer = small_layer(solver="newton", pivots="input-aware", key_masses="query-aware")
+    x, mask = torch.randn(2, 17, 16), torch.arange(17) < torch.tensor([[17], [9]])
+    got = torch.compile(layer, fullgraph=True)(x, mask)
+    torch.testing.assert_close(got, layer(x, mask), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

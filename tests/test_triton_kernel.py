@@ -198,6 +198,17 @@ else:
         for want, got in zip(expected, torch.autograd.grad(traced.sum(), inputs[:4]), strict=True):
             assert torch.allclose(want, got, rtol=1e-5, atol=1e-6)
 
+    def test_backend_takes_pivots_of_samples():
+        mask = torch.arange(11, device=DEVICE) < torch.tensor([[11], [4]], device=DEVICE)
+        shapes = ((2, 2, 11, 8), (2, 2, 11, 8), (2, 2, 11, 8), (2, 2, 3, 8), (2, 3))
+        inputs = [torch.randn(shape, device=DEVICE) for shape in shapes]
+        inputs[4] = inputs[4].log_softmax(-1)
+        got, expected = (
+            lot_attention(*inputs, query_mask=mask, key_mask=mask, iters=2, backend=name)
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
     def test_backend_ops_are_registered_correctly():
         tensors, _ = _problem(h=1, n=9, m=7, masses=True)
         given = {x: y.to(DEVICE, torch.float32).requires_grad_() for x, y in tensors.items()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from . import attention
 from .nn.depthwise import ConvKind
 from .nn.key_masses import KeyMassKind
+from .nn.pivot_pooling import PivotKind
 from .nn.pivots import PivotInit
 from .ops.attention import CAUSAL_REFUSAL
 from .ops.problem import Solver
@@ -92,6 +93,7 @@ class LOTAttention(AttentionLayer):
         learn_masses: bool = True,
         mass_temperature: float = 1.0,
         pivot_init: PivotInit = "unit",
+        pivots: PivotKind = "fixed",
         key_masses: KeyMassKind = "uniform",
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
@@ -119,6 +121,7 @@ class LOTAttention(AttentionLayer):
             learn_masses=learn_masses,
             mass_temperature=mass_temperature,
             pivot_init=pivot_init,
+            pivots=pivots,
             key_masses=key_masses,
             dropout=attn_drop,
             prefix_tokens=prefix_tokens,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..nn.depthwise import ConvKind, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, KeyMassKind
+from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotInit, PivotMeasure
 from ..nn.prefix import PrefixRows
 from ..ops import Coupling, coupling, lot_attention
@@ -24,6 +25,7 @@ class LOT(Attention):
         rank: number of pivots R. eps: entropic regularisation ε; `learn_eps` makes it a parameter per head.
         solver, iters, tol, scale, backend: as in `lotformer.lot_attention`.
         learn_masses, mass_temperature, pivot_init: as in `PivotMeasure`.
+        pivots: "fixed", or "input-aware": moved to where the keys are (`PivotPooling`).
         key_masses: "uniform" (doubly stochastic), "linear" or "query-aware", as in `KeyMasses`.
         dropout: probability of dropping a key in training.
         prefix_tokens: this many leading tokens read by softmax (`PrefixRows`, with `prefix_beta`,
@@ -47,6 +49,7 @@ class LOT(Attention):
         learn_masses: bool = True,
         mass_temperature: float = 1.0,
         pivot_init: PivotInit = "unit",
+        pivots: PivotKind = "fixed",
         key_masses: KeyMassKind = "uniform",
         dropout: float = 0.0,
         prefix_tokens: int = 0,
@@ -66,6 +69,8 @@ class LOT(Attention):
             raise ValueError(f"iters must be at least 1, got {iters}.")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}.")
+        if pivots not in get_args(PivotKind):
+            raise ValueError(f"pivots must be one of {', '.join(map(repr, get_args(PivotKind)))}, got {pivots!r}.")
         if prefix_tokens < 0:
             raise ValueError(f"prefix_tokens must be at least 0, got {prefix_tokens}.")
         if polarize_prefix and not prefix_tokens:
@@ -78,6 +83,7 @@ class LOT(Attention):
             mass_temperature=mass_temperature,
             init=pivot_init,
         )
+        self.pooling = PivotPooling(num_heads, rank, head_dim, pull=eps) if pivots == "input-aware" else None
         self.log_eps = nn.Parameter(torch.full((num_heads,), eps).log()) if learn_eps else None
         self.fixed_eps = eps
         self.solver: Solver = solver
@@ -155,8 +161,9 @@ class LOT(Attention):
         key_mask, query_mask = (
             None if mask is None else mask[:, self.prefix_tokens :] for mask in (key_mask, query_mask)
         )
+        points = self.pivots.points
         return {
-            "pivots": self.pivots.points,
+            "pivots": points if self.pooling is None else points + self.pooling(self._body(k), key_mask),
             "log_masses": self.pivots.log_masses(),
             "eps": self.eps,
             "solver": self.solver,
@@ -169,9 +176,16 @@ class LOT(Attention):
         }
 
 
-def cost(n: int, d: int, *, rank: int = 32, iters: int = 5, **_: object) -> Cost:
-    """Four n·r·d products and 2T+1 passes over two n·r kernels; the fused kernel moves q, k, v and out once."""
-    return Cost(flops=8.0 * n * rank * d + 8.0 * iters * n * rank, bytes=16.0 * n * d)
+def cost(n: int, d: int, *, rank: int = 32, iters: int = 5, pivots: PivotKind = "fixed", **_: object) -> Cost:
+    """Four n·r·d products and 2T+1 passes over two n·r kernels; the fused kernel moves q, k, v and out once.
+
+    Input-aware pivots add two products and the n·r matrix between them.
+    """
+    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d + 8.0 * n * rank)
+    transport = Cost(flops=8.0 * n * rank * d + 8.0 * iters * n * rank, bytes=16.0 * n * d)
+    if pivots == "fixed":
+        return transport
+    return Cost(flops=transport.flops + pooling.flops, bytes=transport.bytes + pooling.bytes)
 
 
 ENTRY = Entry(

@@ -21,6 +21,7 @@ def convert(
     key_masses: Annotated[
         str, typer.Option(help="uniform (doubly stochastic), linear or query-aware.")
     ] = "query-aware",
+    pivots: Annotated[str, typer.Option(help="Pivots of LOT: fixed, or input-aware (slower, closer).")] = "fixed",
     texts: Annotated[
         Path | None, typer.Option(help="Texts to calibrate on, one a line; Python's reference manual if not given.")
     ] = None,
@@ -32,14 +33,17 @@ def convert(
     """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual."""
     console = Console()
     try:
-        _convert(console, source, out, mechanism, rank, eps, key_masses, texts, steps, finetune_steps, objective, seed)
+        options = {"rank": rank, "eps": eps, "key_masses": key_masses}
+        if pivots != "fixed":
+            options["pivots"] = pivots
+        _convert(console, source, out, mechanism, options, texts, steps, finetune_steps, objective, seed)
     except (ValueError, OSError, ImportError) as error:
         console.print(f"[red]Cannot convert {source}:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 
 def _convert(
-    console: Console, source: str, out: Path, mechanism: str, rank: int, eps: float, key_masses: Any,
+    console: Console, source: str, out: Path, mechanism: str, options: dict[str, Any],
     texts: Path | None, steps: int, finetune_steps: int, objective: Any, seed: int,
 ) -> None:  # fmt: skip
     import torch
@@ -50,7 +54,7 @@ def _convert(
 
     torch.manual_seed(seed)
     model, tokenizer = _load(source)
-    console.print(str(conversion.convert(model, mechanism, rank=rank, eps=eps, key_masses=key_masses)))
+    console.print(str(conversion.convert(model, mechanism, **options)))
     if steps or finetune_steps:
         lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
         lines = [line for line in lines if line.strip()]

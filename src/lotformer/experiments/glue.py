@@ -49,8 +49,11 @@ METHODS: dict[str, Method] = {
     "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
     "lot": Method("lot", "output"),
     "lot-uniform": Method("lot", "output", {"key_masses": "uniform"}),
+    "lot-aware": Method("lot", "output", {"pivots": "input-aware"}),
+    "lot-aware-uniform": Method("lot", "output", {"pivots": "input-aware", "key_masses": "uniform"}),
 }
-"""T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row."""
+"""T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
+The last two have pivots that see the input."""
 
 
 @dataclass(frozen=True)

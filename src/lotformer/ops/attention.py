@@ -45,7 +45,8 @@ def lot_attention(
 
     Args:
         q: queries `(B, H, N, D)`. k: keys `(B, H, M, D)`. v: values `(B, H, M, Dv)`.
-        pivots: `(H, R, D)`. log_masses: logarithms of the pivots' masses `(H, R)`, normalised.
+        pivots: `(H, R, D)`, or `(B, H, R, D)` if samples have pivots of their own.
+        log_masses: logarithms of the pivots' masses `(H, R)`, normalised.
         eps: entropic regularisation, a number above 0 or a learnable tensor `(H,)`. Small is sharp.
         solver: "sinkhorn" runs `iters` full sweeps and the closing half-step, and differentiates through them;
             "newton" solves to `tol` and differentiates implicitly, once: it has no second derivative.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, reference, triton
+from .folding import folding
 from .problem import Problem
 
 
@@ -30,8 +31,8 @@ class Backend:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
-    Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
+    Backend("cpu", folding(cpu.run), cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
+    Backend("triton", folding(triton.run), triton.why_unavailable, triton.why_unsupported),
     Backend("reference", reference.run, lambda: None, lambda problem: None),
 )
 """In order of preference; the reference comes last and runs everything."""

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     def shape(self) -> tuple[int, int, int, int, int, int, int]:
         """`(B, H, N, M, R, D, Dv)`."""
         batch, heads, n, d = self.q.shape
-        return batch, heads, n, self.k.shape[2], self.pivots.shape[1], d, self.v.shape[3]
+        return batch, heads, n, self.k.shape[2], self.pivots.shape[-2], d, self.v.shape[3]
 
 
 # A small call should not pay much for its checks: they run before every one of them.
@@ -75,18 +75,18 @@ def _check_shapes(p: Problem) -> None:
     for name, x in (("q", p.q), ("k", p.k), ("v", p.v)):
         if x.dim() != 4:
             _refuse(name, "shape (B, H, tokens, D)", tuple(x.shape))
-    if p.pivots.dim() != 3:
-        _refuse("pivots", "shape (H, R, D)", tuple(p.pivots.shape))
+    if p.pivots.dim() not in (3, 4):
+        _refuse("pivots", "shape (H, R, D) or (B, H, R, D)", tuple(p.pivots.shape))
     batch, heads, n, d = p.q.shape
     m = p.k.shape[2]
     if p.k.shape != (batch, heads, m, d):
         _refuse("k", f"({batch}, {heads}, M, {d}) to match q", tuple(p.k.shape))
     if p.v.shape[:3] != (batch, heads, m):
         _refuse("v", f"({batch}, {heads}, {m}, Dv) to match k", tuple(p.v.shape))
-    if p.pivots.shape[0] != heads or p.pivots.shape[2] != d:
-        expected = f"({heads}, R, {d}): one set of pivots per head, in the space of the queries"
+    *samples, sets, rank, width = p.pivots.shape
+    if sets != heads or width != d or samples not in ([], [batch]):
+        expected = f"({heads}, R, {d}) or ({batch}, {heads}, R, {d}): pivots per head, in the space of the queries"
         _refuse("pivots", expected, tuple(p.pivots.shape))
-    rank = p.pivots.shape[1]
     if rank < 1:
         _refuse("pivots", "at least one pivot", tuple(p.pivots.shape))
     if p.log_masses.shape != (heads, rank):

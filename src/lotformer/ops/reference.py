@@ -35,7 +35,7 @@ def plans(problem: Problem) -> tuple[Tensor, Tensor]:
 def run(problem: Problem) -> Tensor:
     """The operator: `P (Wᵀ v)` without forming the N×M matrix."""
     query_plan, key_plan = plans(problem)
-    return mix(query_plan, key_plan, _zero_padding(problem.v, problem.key_mask))
+    return mix(query_plan, key_plan, zero_padding(problem.v, problem.key_mask))
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _query_plan(p: Problem, s: Tensor, a: Tensor, log_m: Tensor) -> Tensor:
         for _ in range(p.iters):
             f = -torch.logsumexp(s + g, -1, keepdim=True)
             g = log_m - torch.logsumexp(log_a[..., None] + s + f, -2, keepdim=True)
-    return _zero_padding(torch.softmax(s + g, -1), p.query_mask)
+    return zero_padding(torch.softmax(s + g, -1), p.query_mask)
 
 
 def _key_plan(p: Problem, s: Tensor, a: Tensor, log_m: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def _scores(p: Problem, x: Tensor, mask: Tensor | None) -> Tensor:
     dtype = solve_dtype(x)
     temperature = p.scale / p.eps
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(dtype).expand(p.pivots.shape[0])[:, None, None]
+        temperature = temperature.to(dtype).expand(p.pivots.shape[-3])[:, None, None]
     z = p.pivots.to(dtype) * temperature
-    return _zero_padding(x, mask).to(dtype) @ z.mT
+    return zero_padding(x, mask).to(dtype) @ z.mT
 
 
 def solve_dtype(x: Tensor) -> torch.dtype:
@@ -122,5 +122,6 @@ def _log_masses(a: Tensor) -> tuple[Tensor, Tensor]:
     return log_a, exists[..., None]
 
 
-def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x (B, H, N, D)` with zeros where the mask `(B, N)` is False."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)

@@ -1,0 +1,50 @@
+"""Pivots as a function of the input: what a head needs that looks for the same token elsewhere."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+PivotKind = Literal["fixed", "input-aware"]
+
+
+class PivotPooling(nn.Module):
+    """Moves the pivots of a head to where the keys of a sample are: by `γ_h Σ_j softmax_j(u_t·k_j) k_j` for pivot t.
+
+    Fixed pivots sort tokens into kinds, the same for every input. That a token occurs twice can only be seen by pivots
+    that know which tokens there are. The plans stay what they were, whatever the pivots: exact, rank R, linear in the
+    tokens. `u` starts at random, so that every pivot picks keys of its own; `γ` starts at `pull`: with ε there, the
+    scores of the queries start at softmax's logits for the pooled keys.
+    """
+
+    def __init__(self, num_heads: int, rank: int, head_dim: int, *, pull: float = 1.0) -> None:
+        super().__init__()
+        self.start = pull
+        self.directions = nn.Parameter(torch.empty(num_heads, rank, head_dim))
+        self.pull = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.directions, std=0.2)
+        nn.init.constant_(self.pull, self.start)
+
+    def forward(self, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What to add to the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; nothing for a sample without keys."""
+        with torch.autocast(k.device.type, enabled=False):
+            directions = self.directions.to(torch.promote_types(self.directions.dtype, torch.float32))
+            k = k.to(directions.dtype)
+            if k.shape[2] == 0:
+                return torch.zeros_like(directions).expand(k.shape[0], -1, -1, -1)
+            if key_mask is not None:
+                k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
+            logits = directions @ k.mT
+            if key_mask is not None:
+                # a large negative number, not -inf: a sample of padding alone must stay finite
+                logits = logits.masked_fill(~key_mask[:, None, None, :], torch.finfo(logits.dtype).min)
+            return self.pull.to(k.dtype)[:, None, None] * (logits.softmax(-1) @ k)
+
+    def extra_repr(self) -> str:
+        num_heads, rank, head_dim = self.directions.shape
+        return f"{num_heads=}, {rank=}, {head_dim=}"
