@@ -101,7 +101,7 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     settings = experiment.Settings(
         epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=10
     )
-    methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform"]
+    methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform", "lot-aware"]
     out = tmp_path / "out"
     cells = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
     assert [cell.method for cell in cells] == ["softmax", *methods]

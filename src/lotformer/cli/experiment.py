@@ -33,7 +33,9 @@ def glue(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks, separated by commas; all that are there if not given.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Columns, separated by commas.")] = "t2r,t2r-hh,hedgehog,lot,lot-uniform",
+    methods: Annotated[
+        str, typer.Option(help="Columns, separated by commas.")
+    ] = "t2r,t2r-hh,hedgehog,lot,lot-uniform,lot-aware,lot-aware-uniform",
     epochs: Annotated[float, typer.Option(help="Epochs of the softmax model.")] = 3.0,
     imitation_steps: Annotated[
         int, typer.Option(min=0, help="Steps of imitating the softmax model's hidden states after the swap.")
@@ -101,7 +103,7 @@ def stsb(
     out: Annotated[Path, typer.Option(help="Folder for results; finished stages in it are not run again.")] = Path(
         "out/stsb"
     ),
-    variants: Annotated[str, typer.Option(help="Key masses, separated by commas.")] = "lot,lot-uniform",
+    variants: Annotated[str, typer.Option(help="Kinds of LOT, separated by commas.")] = "lot,lot-uniform,lot-aware",
     rank: Annotated[int, typer.Option(min=1, help="Pivots per head.")] = 32,
     calibration_texts: Annotated[int, typer.Option(min=1, help="Sentences to learn from.")] = 2560,
     calibration_steps: Annotated[int, typer.Option(min=1, help="Steps of calibration.")] = 250,

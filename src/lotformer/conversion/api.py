@@ -47,7 +47,8 @@ def convert(
             `N ×` a learned mass, which the attention sinks of trained models need.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
-        options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here.
+        options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
+            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences.
 
     Returns:
         What was converted, what was left alone and why.

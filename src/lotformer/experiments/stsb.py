@@ -24,8 +24,13 @@ from .cells import CellFolder, Listener, machine, stamp
 
 COMMAND = "lotformer experiment stsb"
 
-VARIANTS: dict[str, dict[str, Any]] = {"lot": {}, "lot-uniform": {"key_masses": "uniform"}}
-"""Query-aware key masses, which attention sinks need, and uniform ones, which are strictly doubly stochastic."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lot": {},
+    "lot-uniform": {"key_masses": "uniform"},
+    "lot-aware": {"pivots": "input-aware"},
+}
+"""Query-aware key masses, which attention sinks need; uniform ones, which are strictly doubly stochastic; and pivots
+that see the input."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 PARTS = ("first half", "second half", "all")
