@@ -44,7 +44,7 @@ def trained(model: torch.nn.Module) -> torch.nn.Module:
 def test_save_pretrained_and_from_pretrained_are_exact(kind, tmp_path):
     small = SMALL[kind]
     model, batch = small.build(), small.batch()
-    lotformer.convert(model, rank=5, eps=0.2, key_masses="linear")
+    lotformer.convert(model, rank=5, eps=0.2, key_masses="linear", pivots="input-aware")
     trained(model).save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert [name for name, _ in converted(again)] == [name for name, _ in converted(model)]
@@ -121,7 +121,7 @@ class TestPlainModules:
     def test_a_file_carries_the_recipe_too(self, kind, tmp_path):
         small = SMALL[kind]
         model, again, batch = small.build(), small.build(), small.batch()
-        lotformer.convert(model, rank=5, eps=0.3)
+        lotformer.convert(model, rank=5, eps=0.3, pivots="input-aware")
         conversion.save(trained(model), tmp_path / "model.safetensors")
         conversion.load(again, tmp_path / "model.safetensors")
         assert conversion.recipe(again) == conversion.recipe(model)

@@ -16,7 +16,7 @@ def folding(run: Callable[[Problem], Tensor]) -> Callable[[Problem], Tensor]:
     def run_any(problem: Problem) -> Tensor:
         if problem.pivots.dim() == 3:
             return run(problem)
-        out = run(_folded(problem)).reshape(*problem.q.shape[:3], -1)
+        out = run(_folded(problem)).reshape(*problem.q.shape[:3], problem.v.shape[3])
         return reference.zero_padding(out, problem.query_mask)
 
     return run_any
