@@ -12,19 +12,26 @@ from lotformer.nn import PivotPooling
 from problems import lengths_mask, random_masses
 
 SOLVERS = ["sinkhorn", "newton"]
+BACKENDS = ["reference", pytest.param("cpu", marks=needs_kernel)]
 
 
-def call(backend: str, dtype: torch.dtype, **options) -> list[Tensor]:
+def call(backend: str, dtype: torch.dtype, masses: bool, **options) -> list[Tensor]:
     """Output and gradients on three samples, two heads, and pivots that differ from sample to sample."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 2, 12, 8), (3, 2, 17, 8), (3, 2, 17, 6), (3, 2, 5, 8), (2, 5)]
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    drawn[4] = drawn[4].log_softmax(-1)
-    leaves = [x.to(dtype).requires_grad_() for x in drawn]
-    eps = torch.tensor([0.4, 0.7], dtype=dtype, requires_grad=True)
-    out = lotformer.lot_attention(*leaves, eps=eps, backend=backend, **options)
-    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, [*leaves, eps], cotangent)]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x = {"q": normal(3, 2, 12, 8), "k": normal(3, 2, 17, 8), "v": normal(3, 2, 17, 6), "pivots": normal(3, 2, 5, 8)}
+    x |= {"log_masses": normal(2, 5).log_softmax(-1), "eps": torch.tensor([0.4, 0.7])}
+    if masses:
+        for name, a in (("query", normal(3, 12).exp()), ("key", normal(3, 2, 17).exp())):
+            mask = options.get(f"{name}_mask")
+            a = a if mask is None else a * (mask if a.dim() == 2 else mask[:, None])
+            x[f"{name}_masses"] = a / a.sum(-1, keepdim=True).clamp_min(1e-9)
+    leaves = {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+    out = lotformer.lot_attention(**leaves, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), normal(*out.shape).to(dtype))]
 
 
 MASKS = {
@@ -37,16 +44,17 @@ MASKS = {
 
 @needs_kernel
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("masses", [False, True], ids=["uniform", "masses"])
 @pytest.mark.parametrize("masks", MASKS)
-def test_the_kernel_agrees_with_the_reference(masks, solver):
-    options = {"solver": solver, **MASKS[masks]}
-    for got, expected in zip(call("cpu", torch.float32, **options), call("reference", torch.float64, **options),
-                             strict=True):  # fmt: skip
+def test_the_kernel_agrees_with_the_reference(masks, masses, solver):
+    options = {"solver": solver, "masses": masses, **MASKS[masks]}
+    results = call("cpu", torch.float32, **options), call("reference", torch.float64, **options)
+    for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernel)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_sample_is_attended_with_its_own(backend, solver):
     q, k, v = torch.randn(3, 3, 2, 9, 8).unbind(0)
     pivots, log_masses = torch.randn(3, 2, 5, 8), torch.randn(2, 5).log_softmax(-1)
@@ -61,16 +69,27 @@ def test_every_sample_is_attended_with_its_own(backend, solver):
         torch.testing.assert_close(together[one], alone, rtol=1e-4, atol=1e-5)
 
 
-@needs_kernel
-def test_what_padding_holds_does_not_matter():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_padding_holds_does_not_matter(backend):
     q, k, v = torch.randn(3, 2, 2, 9, 8).unbind(0)
     pivots, log_masses = torch.randn(2, 2, 5, 8), torch.randn(2, 5).log_softmax(-1)
-    mask = lengths_mask([9, 4], 9)
-    clean = lotformer.lot_attention(q, k, v, pivots, log_masses, query_mask=mask, key_mask=mask)
+    options = {"backend": backend, "query_mask": lengths_mask([9, 4], 9), "key_mask": lengths_mask([9, 4], 9)}
+    clean = lotformer.lot_attention(q, k, v, pivots, log_masses, **options)
     for x in (q, k, v):
-        x.transpose(1, 2)[~mask] = float("nan")
-    assert torch.equal(lotformer.lot_attention(q, k, v, pivots, log_masses, query_mask=mask, key_mask=mask), clean)
+        x[1, :, 4:] = float("nan")
+    assert torch.equal(lotformer.lot_attention(q, k, v, pivots, log_masses, **options), clean)
     assert (clean[1, :, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_batch_without_samples_has_gradients_of_zero(backend):
+    q, pivots = torch.randn(0, 2, 5, 8, requires_grad=True), torch.randn(0, 2, 3, 8, requires_grad=True)
+    log_masses = torch.zeros(2, 3).log_softmax(-1).requires_grad_()
+    out = lotformer.lot_attention(q, q, q, pivots, log_masses, backend=backend)
+    grads = torch.autograd.grad(out.sum(), (q, pivots, log_masses))
+    assert out.shape == (0, 2, 5, 8)
+    assert grads[1].shape == pivots.shape
+    assert (grads[2] == 0).all()
 
 
 def test_pooling_follows_its_formula_over_real_keys():
@@ -104,7 +123,7 @@ def test_an_input_aware_mechanism_keeps_the_promises(key_masses):
     torch.testing.assert_close(permuted, out[:1, :, order], rtol=1e-4, atol=1e-5)
 
 
-def test_input_aware_pivots_learn_to_find_the_same_token_where_fixed_ones_cannot():
+def test_input_aware_pivots_learn_faster_than_fixed_ones_to_find_the_same_token():
     def error(pivots: str) -> float:
         """After a little training: tokens come twice, one of the two knows something, both are asked for it."""
         torch.manual_seed(0)

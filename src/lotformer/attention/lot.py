@@ -142,6 +142,7 @@ class LOT(Attention):
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> Coupling:
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix."""
+        self._check(q, k, k, key_mask, query_mask)
         return coupling(self._body(q), self._body(k), **self._measures(q, k, key_mask, query_mask))
 
     @property

@@ -21,14 +21,14 @@ class PivotPooling(nn.Module):
 
     def __init__(self, num_heads: int, rank: int, head_dim: int, *, pull: float = 1.0) -> None:
         super().__init__()
-        self.start = pull
+        self.initial_pull = pull
         self.directions = nn.Parameter(torch.empty(num_heads, rank, head_dim))
         self.pull = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.directions, std=0.2)
-        nn.init.constant_(self.pull, self.start)
+        nn.init.constant_(self.pull, self.initial_pull)
 
     def forward(self, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What to add to the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; nothing for a sample without keys."""
@@ -47,4 +47,4 @@ class PivotPooling(nn.Module):
 
     def extra_repr(self) -> str:
         num_heads, rank, head_dim = self.directions.shape
-        return f"{num_heads=}, {rank=}, {head_dim=}"
+        return f"{num_heads=}, {rank=}, {head_dim=}, pull={self.initial_pull:g}"

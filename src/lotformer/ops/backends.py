@@ -31,7 +31,7 @@ class Backend:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", folding(cpu.run), cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
+    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
     Backend("triton", folding(triton.run), triton.why_unavailable, triton.why_unsupported),
     Backend("reference", reference.run, lambda: None, lambda problem: None),
 )

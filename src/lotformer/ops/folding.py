@@ -11,7 +11,7 @@ from .problem import Problem
 
 
 def folding(run: Callable[[Problem], Tensor]) -> Callable[[Problem], Tensor]:
-    """A backend's `run` that also takes pivots `(B, H, R, D)`."""
+    """A backend's `run` that also takes pivots `(B, H, R, D)`; tokens are copied, and padded queries cost as much as real."""
 
     def run_any(problem: Problem) -> Tensor:
         if problem.pivots.dim() == 3:

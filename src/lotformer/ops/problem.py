@@ -85,7 +85,7 @@ def _check_shapes(p: Problem) -> None:
         _refuse("v", f"({batch}, {heads}, {m}, Dv) to match k", tuple(p.v.shape))
     *samples, sets, rank, width = p.pivots.shape
     if sets != heads or width != d or samples not in ([], [batch]):
-        expected = f"({heads}, R, {d}) or ({batch}, {heads}, R, {d}): pivots per head, in the space of the queries"
+        expected = f"({heads}, R, {d}), or ({batch}, {heads}, R, {d}) for every sample, in the space of the queries"
         _refuse("pivots", expected, tuple(p.pivots.shape))
     if rank < 1:
         _refuse("pivots", "at least one pivot", tuple(p.pivots.shape))

@@ -184,9 +184,10 @@ static void reverse_newton(Reverse& r, int side, const float* state, const Rows&
   });
 }
 
-static void backward_sample(const Head& head, Totals totals) {
+static void backward_sample(Head& head, Totals totals) {
   const Call& c = *head.call;
   const size_t mark = c.host.mark();
+  enter_sample(head);
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   if (queries.count == 0 || keys.count == 0) {
@@ -221,17 +222,19 @@ static void backward_sample(const Head& head, Totals totals) {
   c.host.release(mark);
 }
 
-// What every group of samples adds to the gradients of the parameters: summed in a fixed order afterwards.
+// What every group of samples adds to the gradients of the parameters: summed in a fixed order afterwards. Pivots that
+// belong to one sample need no sum.
 struct PartialTotals {
   const Call* call;
-  float* pivots;     // (groups, heads, rank, dim)
+  float* pivots;     // (groups, heads, rank, dim), nullptr if every sample has its own
   double* numbers;   // (groups, heads, rank + 1)
 
-  Totals of(int64_t group, int64_t h) const {
+  Totals of(int64_t group, int64_t b, int64_t h) const {
     const Call& c = *call;
     const int64_t which = group * c.heads + h;
     double* log_masses = numbers + which * (c.rank + 1);
-    return {pivots + which * c.rank * c.dim, log_masses, log_masses + c.rank};
+    float* own = pivots ? pivots + which * c.rank * c.dim : c.grad_pivots + pivots_at(c, b, h);
+    return {own, log_masses, log_masses + c.rank};
   }
 };
 
@@ -240,26 +243,29 @@ static void backward(const Call& c) {
   const size_t mark = c.host.mark();
   const Arena arena{&c.host};
   const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
-  const PartialTotals totals{&c, arena.zeros<float>(groups * c.heads * c.rank * c.dim),
+  const int64_t size = int64_t(c.rank) * c.dim;
+  const PartialTotals totals{&c, c.own_pivots ? nullptr : arena.zeros<float>(groups * c.heads * size),
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
+  if (c.own_pivots) memset(c.grad_pivots, 0, sizeof(float) * size_t(c.batch * c.heads * size));
   each_head(c, groups, [&](Head& head, int64_t group) {
-    for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.h));
+    for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.b, head.h));
   });
+  float *log_mass = arena.take<float>(c.rank), *mass = arena.take<float>(c.rank);
   for (int64_t h = 0; h < c.heads; h++) {
-    Totals sum = totals.of(0, h);
+    Totals sum = totals.of(0, 0, h);
     for (int64_t g = 1; g < groups; g++) {
-      const Totals part = totals.of(g, h);
-      for (int64_t x = 0; x < int64_t(c.rank) * c.dim; x++) sum.pivots[x] += part.pivots[x];
+      const Totals part = totals.of(g, 0, h);
+      for (int64_t x = 0; totals.pivots && x < size; x++) sum.pivots[x] += part.pivots[x];
       for (int j = 0; j <= c.rank; j++) sum.log_masses[j] += part.log_masses[j];
     }
-    memcpy(c.grad_pivots + h * c.rank * c.dim, sum.pivots, sizeof(float) * size_t(c.rank) * size_t(c.dim));
+    if (totals.pivots) memcpy(c.grad_pivots + pivots_at(c, 0, h), sum.pivots, sizeof(float) * size_t(size));
     c.grad_temperatures[h] = float(*sum.temperature);
-    const Measure p = read_measure(c, h, arena);
+    read_masses(c, h, c.rank, log_mass, mass);
     double all = 0;
     for (int j = 0; j < c.rank; j++) all += sum.log_masses[j];
     for (int64_t j = 0; j < c.rank; j++) {
       const bool felt = c.log_masses[h * c.rank + j] >= c.least_log_mass;
-      c.grad_log_masses[h * c.rank + j] = felt ? float(sum.log_masses[j] - p.mass[j] * all) : 0.f;
+      c.grad_log_masses[h * c.rank + j] = felt ? float(sum.log_masses[j] - mass[j] * all) : 0.f;
     }
   }
   c.host.release(mark);

@@ -41,7 +41,8 @@ struct Call {
   int rank, dim, value_dim;
   bool bf16;
   Rows tokens[2], values;
-  const float *pivots, *log_masses;  // (heads, rank, dim) and (heads, rank), contiguous
+  const float *pivots, *log_masses;  // (heads, rank, dim) or (batch, heads, rank, dim), and (heads, rank), contiguous
+  bool own_pivots;                   // of every sample
   const float* temperatures;         // (heads,) or nullptr: then `temperature` for every head
   float temperature;
   Masses masses[2];

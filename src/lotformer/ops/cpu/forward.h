@@ -32,9 +32,10 @@ static void write_output(const Head& head, const Tokens& t, const Rows& out, con
   });
 }
 
-static void forward_sample(const Head& head) {
+static void forward_sample(Head& head) {
   const Call& c = *head.call;
   const size_t mark = c.host.mark();
+  enter_sample(head);
   const Measure& p = head.pivots;
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);

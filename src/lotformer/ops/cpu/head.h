@@ -78,7 +78,7 @@ static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const A
   return t;
 }
 
-// Rows of a matrix, `ld` floats apart.
+// Rows of a matrix, `ld` floats apart: to read, and to write.
 struct View {
   const float* data;
   int64_t ld;
@@ -165,17 +165,41 @@ struct Measure {
   float *log_mass, *mass;    // (padded): log m and kNothing, m and 0
 };
 
-static Measure read_measure(const Call& c, int64_t h, const Arena& arena) {
-  Measure m;
+// Normalised masses of the pivots of a head; what is beyond the rank weighs nothing.
+static void read_masses(const Call& c, int64_t h, int padded, float* log_mass, float* mass) {
+  const float* given = c.log_masses + h * c.rank;
+  auto weighed = [&](int j) { return most(given[j], c.least_log_mass); };
+  float top = weighed(0);
+  for (int j = 1; j < c.rank; j++) top = most(top, weighed(j));
+  double total = 0;
+  for (int j = 0; j < c.rank; j++) total += exp(double(weighed(j) - top));
+  const double norm = top + log(total);
+  for (int j = 0; j < padded; j++) {
+    log_mass[j] = j < c.rank ? float(weighed(j) - norm) : kNothing;
+    mass[j] = j < c.rank ? float(exp(weighed(j) - norm)) : 0.f;
+  }
+}
+
+static int64_t pivots_at(const Call& c, int64_t b, int64_t h) {
+  return ((c.own_pivots ? b * c.heads : 0) + h) * c.rank * c.dim;
+}
+
+static Measure sizes_of(const Call& c) {
+  Measure m{};
   m.rank = c.rank;
   m.padded = int(round_up(c.rank, W));
   m.vectors = m.padded / W;
   m.dim = c.dim;
   m.dim_padded = int(round_up(c.dim, W));
+  return m;
+}
+
+static Measure read_measure(const Call& c, int64_t b, int64_t h, const Arena& arena) {
+  Measure m = sizes_of(c);
   m.temperature = c.temperatures ? c.temperatures[h] : c.temperature;
   m.scaled_transposed = arena.zeros<float>(int64_t(m.dim) * m.padded);
   m.scaled = arena.zeros<float>(int64_t(m.padded) * m.dim_padded);
-  const float* z = c.pivots + h * m.rank * m.dim;
+  const float* z = c.pivots + pivots_at(c, b, h);
   for (int j = 0; j < m.rank; j++)
     for (int d = 0; d < m.dim; d++) {
       const float x = z[j * m.dim + d] * m.temperature;
@@ -183,16 +207,8 @@ static Measure read_measure(const Call& c, int64_t h, const Arena& arena) {
       m.scaled_transposed[d * m.padded + j] = x;
     }
   m.log_mass = arena.take<float>(m.padded);
-  m.mass = arena.zeros<float>(m.padded);
-  const float* given = c.log_masses + h * m.rank;
-  auto weighed = [&](int j) { return most(given[j], c.least_log_mass); };
-  float top = weighed(0);
-  for (int j = 1; j < m.rank; j++) top = most(top, weighed(j));
-  double total = 0;
-  for (int j = 0; j < m.rank; j++) total += exp(double(weighed(j) - top));
-  const double norm = top + log(total);
-  for (int j = 0; j < m.padded; j++) m.log_mass[j] = j < m.rank ? float(weighed(j) - norm) : kNothing;
-  for (int j = 0; j < m.rank; j++) m.mass[j] = float(exp(weighed(j) - norm));
+  m.mass = arena.take<float>(m.padded);
+  read_masses(c, h, m.padded, m.log_mass, m.mass);
   return m;
 }
 
@@ -249,7 +265,7 @@ static Head open_head(const Call& c, int64_t h, int workers) {
   head.arena = Arena{&c.host};
   head.b = 0;
   head.h = h;
-  head.pivots = read_measure(c, h, head.arena);
+  head.pivots = c.own_pivots ? sizes_of(c) : read_measure(c, 0, h, head.arena);
   head.value_padded = int(round_up(c.value_dim, W));
   head.workers = workers;
   head.worker = head.arena.take<Worker>(workers);
@@ -281,8 +297,14 @@ static Block take_rows(const Head& head, const Tokens& t) {
   return {head.arena.take<float>(round_up(t.count, kBlock) * padded), padded};
 }
 
+// To be called first for every sample, in scratch that is released with it.
+static void enter_sample(Head& head) {
+  if (head.call->own_pivots) head.pivots = read_measure(*head.call, head.b, head.h, head.arena);
+}
+
 // s[i, :] = temperature · x_i zᵀ
-LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count, const Block& scores) {
+LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count,
+                            const Block& scores) {
   const Measure& p = head.pivots;
   const View x = read_rows(t, t.rows, first, count, p.dim, false, k.input);
   multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores.data,

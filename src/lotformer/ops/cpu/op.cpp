@@ -123,10 +123,11 @@ struct Inputs {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
-    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && pivots.dim() == 3,
-                    "lotformer: q, k, v must have four dimensions and pivots three.");
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && (pivots.dim() == 3 || pivots.dim() == 4),
+                    "lotformer: q, k, v must have four dimensions and pivots three or four.");
+    const bool own_pivots = pivots.dim() == 4;
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
-    const int64_t rank = pivots.size(1), value_dim = v.size(3);
+    const int64_t rank = pivots.size(own_pivots ? 2 : 1), value_dim = v.size(3);
     STD_TORCH_CHECK(rank >= 1 && rank <= 256 && d >= 1 && d <= 256 && value_dim >= 1 && value_dim <= 256,
                     "lotformer: the CPU kernel takes ranks and head dimensions from 1 to 256.");
     STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && iters >= 1,
@@ -134,7 +135,10 @@ struct Inputs {
     expect(q, "q", type, {batch, heads, n, d});
     expect(k, "k", type, {batch, heads, m, d});
     expect(v, "v", type, {batch, heads, m, value_dim});
-    expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
+    if (own_pivots)
+      expect(pivots, "pivots", ScalarType::Float, {batch, heads, rank, d});
+    else
+      expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
     if (temperatures_) temperatures = packed(*temperatures_);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
@@ -156,6 +160,7 @@ struct Inputs {
     call.tokens[lot::kKey] = rows(k);
     call.values = rows(v);
     call.pivots = static_cast<const float*>(pivots.data_ptr());
+    call.own_pivots = own_pivots;
     call.log_masses = static_cast<const float*>(log_masses.data_ptr());
     call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
     call.temperature = float(temperature);
@@ -220,7 +225,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   Tensor dout = with_contiguous_rows(grad_out);
   expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[0], c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
-  Tensor dpivots = floats(q, {c.heads, c.rank, c.dim}), dlog_masses = floats(q, {c.heads, c.rank});
+  Tensor dpivots = c.own_pivots ? floats(q, {c.batch, c.heads, c.rank, c.dim}) : floats(q, {c.heads, c.rank, c.dim});
+  Tensor dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
   Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});
   Tensor dkey = floats(q, {c.batch, c.heads, key_masses ? c.length[lot::kKey] : 0});

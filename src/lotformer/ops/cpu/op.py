@@ -119,7 +119,7 @@ def _state_size(solver: int, iters: int, rank: int) -> int:
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, pivots: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, n, dim = q.shape
-    rank, value_dim = pivots.shape[1], v.shape[3]
+    rank, value_dim = pivots.shape[-2], v.shape[3]
     *_, solver, iters, _ = rest
     out = _fresh_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
     state = q.new_empty((batch, heads, _state_size(solver, iters, rank)), dtype=torch.float32)

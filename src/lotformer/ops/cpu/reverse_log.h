@@ -16,7 +16,7 @@ static void subtract_shares(const View& plan, const float* x, const View& other,
     }
 }
 
-// to = plan ∘ (to − level_j − row_i)
+// grad = plan ∘ (grad − level_j − row_i)
 static void softmax_gradient(const View& plan, const float* level, const float* row, int count, int vectors,
                              const Block& grad) {
   for (int i = 0; i < count; i++)
