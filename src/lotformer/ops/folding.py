@@ -11,7 +11,10 @@ from .problem import Problem
 
 
 def folding(run: Callable[[Problem], Tensor]) -> Callable[[Problem], Tensor]:
-    """A backend's `run` that also takes pivots `(B, H, R, D)`; tokens are copied, and padded queries cost as much as real."""
+    """A backend's `run` that also takes pivots `(B, H, R, D)`.
+
+    It copies the tokens, and padded queries cost as much as real ones.
+    """
 
     def run_any(problem: Problem) -> Tensor:
         if problem.pivots.dim() == 3:
