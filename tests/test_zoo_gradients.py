@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import small_zoo
 from dense import build, tokens
 from lotformer import attention
 
@@ -43,6 +44,22 @@ def test_gradients_are_those_of_the_formula_also_under_a_mask(name: str) -> None
         return module(q, k, v, mask, mask, grid=(2, 2))
 
     assert torch.autograd.gradcheck(run, (q, k, v, *parameters))
+
+
+SELF_ATTENTIVE = [
+    "quantum-ds", "synthesizer", "local", "longformer", "reformer", "bigbird", "informer", "deltanet", "mamba2", "diff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELF_ATTENTIVE)
+def test_gradients_are_those_of_the_forward(name: str) -> None:
+    """Mechanisms that choose discretely (LSH, ProbSparse) are smooth around these inputs."""
+    torch.manual_seed(0)
+    model = small_zoo.make(name, **small_zoo.SMALL.get(name, {}))
+    q, k, v = (x.requires_grad_() for x in small_zoo.tokens(1, 9))
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 7:] = False
+    torch.autograd.gradcheck(lambda *x: model(*x, mask, mask), (q, k, v), atol=1e-6)
 
 
 # Bad input
