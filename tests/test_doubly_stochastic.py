@@ -171,3 +171,18 @@ def test_the_output_is_the_dense_matrix_applied_to_the_values():
         out = lotformer.lot_attention(*x, eps=0.5, solver=solver)
         torch.testing.assert_close(plan.dense() @ x.v, out)
         torch.testing.assert_close(plan.apply(x.v), out)
+
+
+@pytest.mark.parametrize("n", [20, 60])
+@pytest.mark.parametrize("eps", [0.05, 0.02, 0.01])
+def test_newton_converges_where_pivots_lie_on_tokens_and_plans_are_nearly_permutations(eps, n):
+    """The hardest problems there are: at ε = 0.01 the scores of a token span 500 and more."""
+    q = 2 * torch.randn(16, 12, n, 32)
+    k = q + 0.3 * torch.randn_like(q)
+    pivots = 0.3 * torch.cat([k[:, :, torch.randperm(n)[:16]], torch.randn(16, 12, 16, 32)], 2)
+    log_masses = (0.5 * torch.randn(12, 32)).log_softmax(-1)
+    identity = torch.eye(n).expand(16, 12, n, n)
+    for dtype, bound in ((torch.float64, 1e-5), (torch.float32, 1e-4)):
+        inputs = [x.to(dtype) for x in (q, k, identity, pivots, log_masses)]
+        columns = lotformer.lot_attention(*inputs, eps=eps, solver="newton", tol=1e-5).sum(2)
+        assert (columns - 1).abs().max() < bound

@@ -31,8 +31,8 @@ MAX_PASSES = 80
 _START_RANGE = 4.0  # β starts where the scores of a token span about this much: nothing underflows there
 _PACE = 1.8  # growth of β per pass
 _SETTLED = 0.25  # log residual below which β may grow again
-_LARGE_STEP = 10.0  # range of a corrector above which β waits
-_BOLDNESS = 0.25  # 1 is the proven step length; smaller is longer, and safe next to a held β
+_LARGE_STEP = 10.0  # range of a corrector above which β waits and steps are not bold
+_BOLDNESS = 0.25  # 1 is the proven step length; smaller is longer, and safe near a solution
 
 
 def potential(s: Tensor, a: Tensor, log_m: Tensor, *, tol: float | None) -> Tensor:
@@ -141,7 +141,7 @@ def _look(s: Tensor, a: Tensor, log_m: Tensor, m: Tensor, g: Tensor, beta: Tenso
     gain = -((b - m) * corrector).sum(-1)
     curvature = ((laplacian @ corrector[..., None])[..., 0] * corrector).sum(-1)
     ratio = (gain / curvature.clamp_min(1e-30)).clamp(1.0, 1e6)
-    scaled = (_BOLDNESS * reach).clamp_min(1e-6)
+    scaled = (torch.where(reach < _LARGE_STEP, _BOLDNESS, 1.0) * reach).clamp_min(1e-6)
     length = torch.where(reach < 1, 1.0, (torch.log1p(ratio * scaled) / scaled).clamp_max(1.0))
     return _Look(log_ratio.abs().amax(-1), corrector, length, reach, tangent)
 

@@ -159,7 +159,8 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
         const double across = n.corrector[i] - n.corrector[j];
         curvature += n.system.edges[int64_t(i) * p.padded + j] * across * across;
       }
-    const double ratio = least(most(-slope / most(curvature, 1e-30), 1.0), 1e6), scaled = kBoldness * n.reach;
+    const double ratio = least(most(-slope / most(curvature, 1e-30), 1.0), 1e6);
+    const double scaled = (n.reach < kLargeStep ? kBoldness : 1) * n.reach;
     n.length = least(log1p(ratio * scaled) / scaled, 1.0);
   }
 }

@@ -123,7 +123,7 @@ def advance(edges, b, drift, log_m, g, beta, error, columns, column_ok, rank):
     level = tl.sum(b * corrector, 0)
     curvature = -tl.sum(corrector * (side + corrector * b * _RIDGE), 0) - level * level
     ratio = tl.minimum(tl.maximum(gain / tl.maximum(curvature, 1e-30), 1.0), 1e6)
-    scaled = tl.maximum(reach * _BOLDNESS, 1e-6)
+    scaled = tl.maximum(tl.where(reach < _LARGE_STEP, _BOLDNESS, 1.0) * reach, 1e-6)
     length = tl.where(reach < 1, 1.0, tl.minimum(tl.log(1.0 + ratio * scaled) / scaled, 1.0))
     settled = (error < _SETTLED) & (reach < _LARGE_STEP)
     next_beta = tl.where(settled, tl.minimum(beta * _PACE, 1.0), beta)
