@@ -188,6 +188,7 @@ static void backward_sample(Head& head, Totals totals) {
   const Call& c = *head.call;
   const size_t mark = c.host.mark();
   enter_sample(head);
+  if (c.own_pivots) memset(totals.pivots, 0, sizeof(float) * size_t(c.rank) * size_t(c.dim));
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   if (queries.count == 0 || keys.count == 0) {
@@ -246,7 +247,6 @@ static void backward(const Call& c) {
   const int64_t size = int64_t(c.rank) * c.dim;
   const PartialTotals totals{&c, c.own_pivots ? nullptr : arena.zeros<float>(groups * c.heads * size),
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
-  if (c.own_pivots) memset(c.grad_pivots, 0, sizeof(float) * size_t(c.batch * c.heads * size));
   each_head(c, groups, [&](Head& head, int64_t group) {
     for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.b, head.h));
   });
