@@ -53,6 +53,12 @@ class TestConvertCommand:
         assert len(converted(model)) == 2
         transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
+    def test_pivots_may_see_the_input(self, checkpoint, tmp_path):
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--pivots", "input-aware")
+        assert code == 0, said
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+        assert all(module.mechanism.pooling is not None for _, module in converted(model))
+
     def test_heads_and_decoders_survive(self, checkpoint, tmp_path):
         config = transformers.BartConfig(
             vocab_size=len(WORDS), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,

@@ -33,8 +33,8 @@ def convert(
     """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual."""
     console = Console()
     try:
-        options = {"rank": rank, "eps": eps, "key_masses": key_masses}
-        if pivots != "fixed":
+        options: dict[str, Any] = {"rank": rank, "eps": eps, "key_masses": key_masses}
+        if pivots != "fixed":  # other mechanisms have no such option
             options["pivots"] = pivots
         _convert(console, source, out, mechanism, options, texts, steps, finetune_steps, objective, seed)
     except (ValueError, OSError, ImportError) as error:

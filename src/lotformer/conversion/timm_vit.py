@@ -11,7 +11,7 @@ from .. import _torchvision
 from ..attention import Attention
 from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
 
-_torchvision.prepare()
+_torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
 
 from timm.layers.attention import Attention as TimmAttention  # noqa: E402
 

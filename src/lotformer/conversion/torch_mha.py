@@ -102,7 +102,6 @@ def detach(model: nn.Module) -> None:
             module.use_nested_tensor = module.__dict__.pop("_lotformer_use_nested_tensor")
         if type(module) is ConvertedMultiheadAttention:
             # back to the base class, which mypy takes for a loss of what it has just learned about the module
-            # the class is what changes back; type checkers do not know such assignments
             module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
             uninstall(module)
 

@@ -39,6 +39,7 @@ class PivotPooling(nn.Module):
                 return torch.zeros_like(directions).expand(k.shape[0], -1, -1, -1)
             if key_mask is not None:
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
+            # plain products: fused softmax is not the same to the bit in every layout, and saved models have to be
             logits = directions @ k.mT
             if key_mask is not None:
                 # a large negative number, not -inf: a sample of padding alone must stay finite
