@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..results.provenance import Provenance
 from .limits import too_large, too_slow
 from .peak import measure
-from .report import Provenance
 from .workload import Shape, Workload
 
 

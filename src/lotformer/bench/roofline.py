@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .report import Provenance
+from ..results.provenance import Provenance
 from .runtime import TARGET_SHAPES
 from .timing import alternate
 from .workload import Shape, Workload

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..attention import entry
+from ..results.provenance import Provenance
 from . import process
 from .limits import too_large, too_slow
-from .report import Provenance
 from .timing import alternate, ratios
 from .workload import Shape, Workload
 

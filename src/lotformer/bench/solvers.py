@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops import lot_attention
-from .report import Provenance
+from ..results.provenance import Provenance
 from .timing import alternate
 from .workload import Shape, Workload
 

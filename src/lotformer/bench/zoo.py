@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention import entry
+from ..results.provenance import Provenance
 from . import process
 from .limits import too_large
 from .peak import measure
-from .report import Provenance
 from .timing import alternate
 from .workload import Shape, Workload
 

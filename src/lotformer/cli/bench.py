@@ -15,9 +15,9 @@ from rich.table import Table
 from .. import attention
 from ..bench import figure, memory, roofline, runtime, solvers
 from ..bench.agreement import KernelDisagrees, check_backend
-from ..bench.report import Provenance, provenance, write_json
 from ..bench.timing import thread_count
 from ..bench.workload import Shape
+from ..results.provenance import Provenance, provenance, write_json
 
 app = typer.Typer(help="Measure run time, memory and distance from the machine's limit.", no_args_is_help=True)
 

@@ -49,8 +49,8 @@ def _convert(
     import torch
 
     from .. import conversion
-    from ..conversion.text import text_batches
-    from ..demo.prose import python_reference
+    from ..data.prose import python_reference
+    from ..data.text import text_batches
 
     torch.manual_seed(seed)
     model, tokenizer = _load(source)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ..bench.report import write_text
+from ..results.provenance import write_text
 from .bench import command_line
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
@@ -52,8 +52,8 @@ def glue(
 ) -> None:
     """Table 4: how much of a fine-tuned encoder's GLUE score survives a swap of its attention."""
     from ..data import glue as data
+    from ..data import minilm
     from ..data.folder import data_folder
-    from ..demo import minilm
     from ..experiments import glue as experiment
 
     _silence_transformers()
@@ -114,8 +114,8 @@ def stsb(
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
 ) -> None:
     """What survives of a sentence encoder on STS-B when its attention is converted, calibrated and fine-tuned."""
+    from ..data import minilm
     from ..data.folder import data_folder
-    from ..demo import minilm
     from ..experiments import stsb as experiment
 
     _silence_transformers()

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from .. import attention
 from ..bench import zoo
-from ..bench.report import provenance, write_json
 from ..bench.timing import thread_count
 from ..bench.workload import Shape
+from ..results.provenance import provenance, write_json
 from .bench import CORES, Backend, Seed, Threads, checked_backend, command_line, mechanism_names
 
 

@@ -1,11 +1,11 @@
 """Swap the attention inside a trained model, calibrate the new parameters, fine-tune, save and load."""
 
 from .api import convert, revert
-from .calibration import CalibrationReport, calibrate
-from .couplings import CouplingQuality, coupling_quality
-from .finetuning import FinetuningReport, finetune
+from .learning.calibration import CalibrationReport, calibrate
+from .learning.finetuning import FinetuningReport, finetune
+from .measuring.couplings import CouplingQuality, coupling_quality
+from .measuring.report import ConversionReport
 from .recipe import recipe
-from .report import ConversionReport
 from .saving import load, save
 
 __all__ = [

@@ -11,12 +11,12 @@ from torch import nn
 
 from .. import attention
 from ..attention import Attention
+from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from . import hosts
-from . import probe as probing
-from .probe import Batch
-from .report import ConversionReport, Layer
-from .sites import Record, Site, Skipped, converted
+from .hosts.sites import Record, Site, Skipped, converted
+from .measuring import probe as probing
+from .measuring.report import ConversionReport, Layer
 
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from . import hosts
 from .api import convert, revert
-from .sites import Site, converted, record_of, require_converted
+from .hosts.sites import Site, converted, record_of, require_converted
 
 IMPLEMENTATION = "lot"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
+from .hosts.sites import converted
 from .recipe import apply, recipe
-from .sites import converted
 
 _KEY = "lotformer"
 

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from .. import conversion
 from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
-from ..conversion.activations import Activations, LayerInput
-from ..conversion.couplings import CouplingQuality
-from ..conversion.fidelity import Fidelity, fidelity
-from ..conversion.objectives import dense
-from ..conversion.sites import mechanism_of, require_converted
-from ..conversion.text import embed, text_batches
-from ..data import glue
-from ..experiments.cells import Listener
-from ..experiments.stsb import SentencePairs
-from . import minilm
-from .prose import python_reference
+from ..conversion.hosts.sites import mechanism_of, require_converted
+from ..conversion.learning.activations import Activations, LayerInput
+from ..conversion.learning.objectives import dense
+from ..conversion.measuring.couplings import CouplingQuality
+from ..conversion.measuring.fidelity import Fidelity, fidelity
+from ..data import glue, minilm
+from ..data.prose import python_reference
+from ..data.sentence_pairs import SentencePairs
+from ..data.text import embed, text_batches
+from ..results.cells import Listener
 from .speed import Speed, compare_speed
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)

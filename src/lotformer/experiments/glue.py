@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
-from ..conversion.objectives import Objective
+from ..conversion.learning.objectives import Objective
 from ..data import glue
-from .cells import CellFolder, Listener, machine, stamp
+from ..results.cells import CellFolder, Listener, machine, stamp
 
 COMMAND = "lotformer experiment glue"
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
-from ..conversion.fidelity import spearman
-from ..conversion.text import embed, text_batches
 from ..data import glue
-from .cells import CellFolder, Listener, machine, stamp
+from ..data.sentence_pairs import PARTS, SentencePairs
+from ..data.text import text_batches
+from ..results.cells import CellFolder, Listener, machine, stamp
 
 COMMAND = "lotformer experiment stsb"
 
@@ -33,7 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 that see the input."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
-PARTS = ("first half", "second half", "all")
 
 
 @dataclass(frozen=True)
@@ -80,30 +79,6 @@ class Cell:
     doubly_stochastic_mean: float
     doubly_stochastic_max: float
     seconds: float | None
-
-
-class SentencePairs:
-    """Pairs of sentences with the similarity that people gave them."""
-
-    def __init__(self, examples: Sequence[glue.Example]) -> None:
-        self.texts = [example.texts[side] for example in examples for side in (0, 1)]
-        self.labels = torch.tensor([example.label for example in examples])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def embed(self, model: nn.Module, tokenizer: Any, *, max_length: int = 128) -> Tensor:
-        """Unit embeddings `(pairs, 2, C)`."""
-        return embed(model, tokenizer, self.texts, max_length=max_length).unflatten(0, (-1, 2))
-
-    def spearman(self, embeddings: Tensor, part: slice = slice(None)) -> float:
-        """Rank correlation between the cosine of a pair and its label."""
-        left, right = embeddings[part].unbind(1)
-        return spearman((left * right).sum(-1), self.labels[part])
-
-    def parts(self) -> dict[str, slice]:
-        half = len(self) // 2
-        return dict(zip(PARTS, (slice(half), slice(half, None), slice(None)), strict=True))
 
 
 def run(

@@ -1,0 +1,115 @@
+"""The places inside a model where attention happens, independent of the library the model comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention import Attention
+from .masks import key_mask_from
+
+MECHANISM = "mechanism"
+"""Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""
+
+_RECORD = "_lotformer_conversion"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A bidirectional self-attention module that can be converted."""
+
+    name: str
+    module: nn.Module
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An attention module that stays as it is, and why."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+
+@dataclass
+class Record:
+    """What a converted module remembers, so that the conversion can be described and undone."""
+
+    host: str
+    mechanism: str
+    options: dict[str, Any]
+    original: dict[str, Any] = field(default_factory=dict)
+
+
+def record_of(module: nn.Module) -> Record | None:
+    """The record of a converted module, None for any other."""
+    return module.__dict__.get(_RECORD)
+
+
+def install(module: nn.Module, mechanism: Attention, record: Record) -> None:
+    """Give a module its mechanism, in the precision and on the device of the module."""
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    setattr(module, MECHANISM, mechanism.to(device=like.device, dtype=like.dtype).train(module.training))
+    module.__dict__[_RECORD] = record
+
+
+def uninstall(module: nn.Module) -> Record:
+    """Take mechanism and record away; returns the record."""
+    delattr(module, MECHANISM)
+    return module.__dict__.pop(_RECORD)
+
+
+def converted(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the converted attention in a model, in the model's order."""
+    return [(name, module) for name, module in model.named_modules() if record_of(module) is not None]
+
+
+def require_converted(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`converted`, or an error if there is nothing."""
+    found = converted(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} holds no converted attention: call `lotformer.convert(model)` first.")
+    return found
+
+
+def mechanism_of(module: nn.Module) -> Attention:
+    """The mechanism of a converted module."""
+    mechanism = getattr(module, MECHANISM)
+    assert isinstance(mechanism, Attention)
+    return mechanism
+
+
+def mix(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Run the mechanism of a converted module the way its host would have run softmax attention.
+
+    Args:
+        q: `(B, H, N, D)`. k, v: `(B, H or fewer, N, D)`; fewer heads are repeated (grouped-query attention).
+        mask: as in `key_mask_from`. scale: the host's factor of the scores, `D^-1/2` by default.
+    """
+    batch, heads, queries, dim = q.shape
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    usual = dim**-0.5
+    if scale is not None and abs(scale - usual) > 1e-6 * usual:
+        q = q * (scale / usual)  # mechanisms scale by D^-1/2
+    key_mask = key_mask_from(mask, batch, queries, k.shape[2])
+    return mechanism_of(module)(q, k, v, key_mask, key_mask if queries == k.shape[2] else None)
+
+
+@contextmanager
+def substituted(model: nn.Module, make: Callable[[str, Attention], Attention]) -> Iterator[None]:
+    """While inside, every mechanism of the model is the one `make(name, mechanism)` returns."""
+    originals = [(module, mechanism_of(module)) for _, module in require_converted(model)]
+    try:
+        for name, module in converted(model):
+            setattr(module, MECHANISM, make(name, mechanism_of(module)))
+        yield
+    finally:
+        for module, mechanism in originals:
+            setattr(module, MECHANISM, mechanism)

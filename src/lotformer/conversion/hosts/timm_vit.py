@@ -1,0 +1,63 @@
+"""timm's vision transformers: the `Attention` layer that ViT, DeiT and most of their relatives share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ... import _torchvision
+from ...attention import Attention
+from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
+
+_torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
+
+from timm.layers.attention import Attention as TimmAttention  # noqa: E402
+
+
+class ConvertedTimmAttention(TimmAttention):
+    """timm's attention layer whose middle is a mechanism; everything else, names included, is unchanged."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if is_causal:
+            raise ValueError("this attention was converted and cannot attend causally; convert without it.")
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        out = mix(self, self.q_norm(q), self.k_norm(k), v, attn_mask, self.scale)
+        out = self.norm(out.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
+        gate: nn.Module | None = getattr(self, "gate", None)
+        if gate is not None:
+            out = out * gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+
+def find(model: nn.Module) -> list[Site | Skipped]:
+    """Every attention module of timm's in the model."""
+    found: list[Site | Skipped] = []
+    for name, module in model.named_modules():
+        if type(module) in (TimmAttention, ConvertedTimmAttention):
+            found.append(Site(name, module, module.num_heads, module.head_dim))
+        elif type(module).__module__.startswith("timm.") and "Attention" in type(module).__name__:
+            if any("relative_position" in part or "rel_pos" in part for part in dict(module.named_parameters())):
+                reason = "it adds a position bias to its scores"
+            else:
+                reason = "only timm.layers.Attention (ViT, DeiT and relatives) is converted"
+            found.append(Skipped(name, module, reason))
+    return found
+
+
+def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None:
+    """Convert the given sites."""
+    for site in sites:
+        install(site.module, build(site), copy.deepcopy(record))
+        site.module.__class__ = ConvertedTimmAttention
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`, exactly."""
+    for module in model.modules():
+        if type(module) is ConvertedTimmAttention and record_of(module) is not None:
+            # back to the base class, which mypy takes for a loss of what it has just learned about the module
+            module.__class__ = TimmAttention  # type: ignore[assignment]
+            uninstall(module)

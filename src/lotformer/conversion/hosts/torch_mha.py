@@ -1,0 +1,121 @@
+"""`torch.nn.MultiheadAttention`, alone or inside `nn.TransformerEncoder` and `nn.Transformer`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...attention import Attention
+from .masks import additive_allows
+from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
+
+
+class ConvertedMultiheadAttention(nn.MultiheadAttention):
+    """A `MultiheadAttention` whose middle is a mechanism; projections, names and arguments are unchanged.
+
+    It serves self-attention only, and returns None for the attention weights, which are never formed.
+    """
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False keeps `TransformerEncoderLayer`'s fast path, which reads the weights and runs softmax, away."""
+        return False
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = value
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        if is_causal:
+            raise ValueError("this MultiheadAttention was converted and cannot attend causally; convert without it.")
+        if key is not query or value is not query:
+            raise ValueError(
+                "this MultiheadAttention was converted for self-attention, but key or value is not the query. "
+                "Leave cross-attention out with `layers=`."
+            )
+        single = query.dim() == 2
+        x = query[None] if single else query if self.batch_first else query.transpose(0, 1)
+        batch, length, width = x.shape
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        assert weight is not None
+        q, k, v = F.linear(x, weight, bias).view(batch, length, 3, self.num_heads, self.head_dim).unbind(2)
+        mask = _real_keys(attn_mask, key_padding_mask, batch, length)
+        out = mix(self, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        out = self.out_proj(out.transpose(1, 2).reshape(batch, length, width))
+        return (out[0] if single else out if self.batch_first else out.transpose(0, 1)), None
+
+
+def find(model: nn.Module) -> list[Site | Skipped]:
+    """Every `MultiheadAttention` in the model."""
+    in_decoder = {
+        id(part): part_name
+        for layer in model.modules()
+        if isinstance(layer, nn.TransformerDecoderLayer)
+        for part_name, part in layer.named_modules()
+    }
+    found: list[Site | Skipped] = []
+    for name, module in model.named_modules():
+        if type(module) not in (nn.MultiheadAttention, ConvertedMultiheadAttention):
+            continue
+        if id(module) in in_decoder:
+            reason = "it belongs to a decoder: causal self-attention or cross-attention"
+        elif not module.__dict__["_qkv_same_embed_dim"]:
+            reason = "its keys or values have a width of their own: it is cross-attention"
+        elif module.bias_k is not None or module.add_zero_attn:
+            reason = "it adds tokens of its own to the keys (add_bias_kv, add_zero_attn)"
+        else:
+            found.append(Site(name, module, module.num_heads, module.head_dim))
+            continue
+        found.append(Skipped(name, module, reason))
+    return found
+
+
+def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None:
+    """Convert the given sites."""
+    for site in sites:
+        install(site.module, build(site), copy.deepcopy(record))
+        site.module.__class__ = ConvertedMultiheadAttention
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(map(record_of, module.modules())):
+            module.__dict__["_lotformer_use_nested_tensor"] = module.use_nested_tensor
+            module.use_nested_tensor = False  # packing drops padding before the mask could be read
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`, exactly."""
+    for module in model.modules():
+        if "_lotformer_use_nested_tensor" in module.__dict__:
+            module.use_nested_tensor = module.__dict__.pop("_lotformer_use_nested_tensor")
+        if type(module) is ConvertedMultiheadAttention:
+            # back to the base class, which mypy takes for a loss of what it has just learned about the module
+            module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+            uninstall(module)
+
+
+def _real_keys(attn_mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """PyTorch's two masks as one of the kind `mix` understands; here True or -inf means "not allowed"."""
+    allowed = None
+    for mask in (attn_mask, padding):
+        if mask is None:
+            continue
+        if mask is padding:
+            mask = mask.view(-1, 1, 1, length)
+        else:
+            mask = mask.view(-1, 1, length, length) if mask.dim() == 2 else mask.view(batch, -1, length, length)
+        keep = ~mask if mask.dtype == torch.bool else additive_allows(mask)
+        allowed = keep if allowed is None else allowed & keep
+    return allowed

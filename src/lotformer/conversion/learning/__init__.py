@@ -1,0 +1,1 @@
+"""Teach converted models: calibration and fine-tuning."""

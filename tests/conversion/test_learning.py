@@ -1,0 +1,290 @@
+"""Calibration and fine-tuning bring a converted model back to its original, repeatably and safely."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import lotformer
+from lotformer.attention.lot import LOT
+from lotformer.conversion.hosts.sites import converted
+from lotformer.conversion.learning import activations, coupling_quality
+from lotformer.data.batches import main_tensor
+from support.small_models import SMALL, output
+
+
+def batches(count: int = 6) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for _ in range(count):
+        mask = torch.ones(4, 9, dtype=torch.long)
+        mask[2, 6:] = 0
+        result.append({"input_ids": torch.randint(3, 60, (4, 9), generator=generator), "attention_mask": mask})
+    return result
+
+
+def bert(**options) -> torch.nn.Module:
+    model = SMALL["bert"].build()
+    torch.manual_seed(0)
+    lotformer.convert(model, rank=6, **options)
+    return model
+
+
+def mechanism_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if ".mechanism." in name}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("objective", ["output", "attention", "both"])
+def test_calibration_reduces_the_error_of_every_layer(objective):
+    model = bert(solver="sinkhorn")
+    report = lotformer.calibrate(model, batches(), objective=objective, steps=40, evaluate_every=20)
+    for name, before in report.error_before.items():
+        assert report.error_after[name] < before
+    assert report.mean_error_after < 0.9 * report.mean_error_before
+
+
+@pytest.mark.parametrize("kind", ["vit", "marian", "timm-vit", "torch-encoder"])
+def test_calibration_works_in_every_kind_of_host(kind):
+    small = SMALL[kind]
+    model = small.build()
+    lotformer.convert(model, rank=6, solver="sinkhorn")
+    report = lotformer.calibrate(model, [small.batch()], steps=20)
+    assert report.mean_error_after < report.mean_error_before
+
+
+def test_only_the_mechanisms_are_trained():
+    model = bert()
+    before = {name: value.clone() for name, value in model.state_dict().items() if ".mechanism." not in name}
+    lotformer.calibrate(model, batches(), steps=5)
+    assert same(before, {name: value for name, value in model.state_dict().items() if ".mechanism." not in name})
+
+
+def test_calibrated_couplings_are_exact():
+    model = bert(key_masses="uniform")
+    lotformer.calibrate(model, batches(), steps=10)
+    quality = coupling_quality(model, batches(2))
+    assert quality is not None
+    assert quality.residual_max is not None
+    assert quality.residual_max < 1e-4
+    assert quality.doubly_stochastic_max < 1e-4
+    assert all(m.solver == "newton" for m in model.modules() if isinstance(m, LOT))
+
+
+def test_learned_masses_are_exact_but_said_not_to_be_doubly_stochastic():
+    model = bert()
+    lotformer.calibrate(model, batches(), steps=10)
+    quality = coupling_quality(model, batches(2))
+    assert quality is not None
+    assert quality.residual_max is not None
+    assert quality.residual_max < 1e-4
+    assert quality.doubly_stochastic_max > 1e-2
+
+
+def test_calibration_is_deterministic_from_its_seed():
+    results = []
+    for seed in (0, 0, 1):
+        model = bert(solver="sinkhorn")
+        lotformer.calibrate(model, batches(), steps=12, seed=seed)
+        results.append(mechanism_state(model))
+    assert same(results[0], results[1])
+    assert not same(results[0], results[2])
+
+
+def test_activations_on_disk_give_the_same_result_and_leave_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(activations.tempfile, "tempdir", str(tmp_path))
+    results = []
+    for limit in (1 << 30, 0):
+        model = bert(solver="sinkhorn")
+        lotformer.calibrate(model, batches(), steps=8, memory_limit=limit)
+        results.append(mechanism_state(model))
+    assert same(*results)
+    assert not list(tmp_path.iterdir())
+
+
+class TestInterrupts:
+    @staticmethod
+    def interrupt_at(step: int):
+        def on_step(now: int, steps: int, loss: float) -> None:
+            if now == step:
+                raise KeyboardInterrupt
+
+        return on_step
+
+    def test_an_interrupted_calibration_resumes_to_the_same_result(self, tmp_path):
+        whole, parts = bert(), bert()
+        lotformer.calibrate(whole, batches(), steps=12, evaluate_every=5)
+        arguments = {"steps": 12, "evaluate_every": 5, "checkpoint": tmp_path / "calibration.pt"}
+        with pytest.raises(KeyboardInterrupt):
+            lotformer.calibrate(parts, batches(), on_step=self.interrupt_at(7), **arguments)
+        fresh = bert()
+        report = lotformer.calibrate(fresh, batches(), **arguments)
+        assert same(mechanism_state(fresh), mechanism_state(whole))
+        assert report.steps == 12
+
+    def test_an_interrupt_leaves_the_model_whole(self):
+        model = bert()
+        model.train()
+        names = [name for name, _ in converted(model)]
+        with pytest.raises(KeyboardInterrupt):
+            lotformer.calibrate(model, batches(), steps=12, on_step=self.interrupt_at(3))
+        assert [name for name, _ in converted(model)] == names
+        assert all(m.training for m in model.modules())
+        assert all(m.solver == "newton" for m in model.modules() if isinstance(m, LOT))
+        assert output(model.eval(), batches(1)[0]).isfinite().all()
+
+    def test_an_interrupted_fine_tuning_resumes_to_the_same_result(self, tmp_path):
+        whole = bert(solver="sinkhorn")
+        teacher = SMALL["bert"].build()
+        lotformer.finetune(whole, batches(), steps=8, teacher=teacher)
+        arguments = {"steps": 8, "teacher": teacher, "checkpoint": tmp_path / "finetuning.pt"}
+        with pytest.raises(KeyboardInterrupt):
+            lotformer.finetune(bert(solver="sinkhorn"), batches(), on_step=self.interrupt_at(5), **arguments)
+        fresh = bert(solver="sinkhorn")
+        lotformer.finetune(fresh, batches(), **arguments)
+        assert same(dict(fresh.state_dict()), dict(whole.state_dict()))
+
+    def test_a_broken_checkpoint_is_named(self, tmp_path):
+        path = tmp_path / "calibration.pt"
+        path.write_bytes(b"nonsense")
+        with pytest.raises(ValueError, match=r"calibration.pt is not a checkpoint of this calibration"):
+            lotformer.calibrate(bert(), batches(), steps=3, checkpoint=path)
+
+
+def test_something_is_left_to_learn_from_when_all_should_be_held_back():
+    report = lotformer.calibrate(bert(solver="sinkhorn"), batches(), steps=2, holdout=1.0)
+    assert report.steps == 2
+
+
+def test_a_layer_that_runs_several_times_learns_from_all_of_them():
+    config = transformers.AlbertConfig(
+        vocab_size=60,
+        embedding_size=8,
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=20,
+    )
+    model = transformers.AlbertModel(config)
+    lotformer.convert(model, rank=6)
+    with activations.Activations(model, batches(1), memory_limit=1 << 20) as cache:
+        (seen,) = cache[0].values()
+    assert seen.q.shape[0] == 3 * 4
+    assert seen.mask is not None
+    assert seen.mask.shape == (3 * 4, 9)
+
+
+def test_early_stopping_keeps_the_best_parameters():
+    model = bert(solver="sinkhorn")
+    report = lotformer.calibrate(model, batches(), steps=400, lr=3.0, evaluate_every=1, patience=2)
+    assert report.stopped == "no improvement"
+    assert report.steps < 400
+    assert report.mean_error_after <= report.mean_error_before
+
+
+class TestFinetuning:
+    def test_imitation_without_labels_brings_outputs_closer(self):
+        original = SMALL["bert"].build()
+        model = bert(solver="sinkhorn")
+        probe = batches(1)[0]
+        before = (output(model, probe) - output(original, probe)).norm()
+        tables = copy.deepcopy(model.embeddings.word_embeddings.weight)
+        report = lotformer.finetune(model, batches(), steps=30, lr=1e-3)
+        assert (output(model, probe) - output(original, probe)).norm() < before
+        assert report.losses[-1] < report.losses[0]
+        assert torch.equal(model.embeddings.word_embeddings.weight, tables)
+        assert model.embeddings.word_embeddings.weight.requires_grad
+
+    def test_following_the_layers_brings_the_inputs_of_every_layer_closer(self):
+        original, probe = SMALL["bert"].build(), batches(1)[0]
+
+        def error_in_the_middle(weight: float) -> float:
+            model = bert(solver="sinkhorn")
+            lotformer.finetune(model, batches(), steps=30, lr=1e-3, hidden_weight=0.0, layer_weight=weight)
+            ours, theirs = (m.eval()(**probe, output_hidden_states=True).hidden_states[1] for m in (model, original))
+            return ((ours - theirs) * probe["attention_mask"][..., None]).norm().item()
+
+        assert error_in_the_middle(10.0) < 0.9 * error_in_the_middle(0.0)
+
+    @pytest.mark.parametrize("teacher", ["vit", None], ids=["another-architecture", "no-teacher"])
+    def test_following_the_layers_needs_a_teacher_that_has_them(self, teacher):
+        arguments = {"loss": lambda out, _: main_tensor(out).sum()} if teacher is None else {}
+        teacher = None if teacher is None else SMALL[teacher].build()
+        with pytest.raises(ValueError, match=r"`layer_weight`.*teacher"):
+            lotformer.finetune(bert(), batches(), teacher=teacher, layer_weight=1.0, **arguments)
+
+    def test_a_task_is_learned_from_its_loss(self):
+        model = SMALL["bert-classifier"].build()
+        lotformer.convert(model, rank=6, solver="sinkhorn")
+        data = [{**batch, "labels": batch["input_ids"][:, 1] % 2} for batch in batches(2)]
+        report = lotformer.finetune(model, data, loss=lambda out, _: out.loss, steps=60, lr=3e-3)
+        assert sum(report.losses[-6:]) < 0.5 * sum(report.losses[:6])
+
+
+class TestHalfPrecision:
+    """Steps far below the spacing of bf16 numbers near 1 (0.004) add up instead of being rounded away."""
+
+    @staticmethod
+    def half() -> torch.nn.Module:
+        model = SMALL["bert"].build().bfloat16()
+        torch.manual_seed(0)
+        lotformer.convert(model, rank=6)
+        return model
+
+    def test_calibration_keeps_small_steps(self):
+        model = self.half()
+        report = lotformer.calibrate(model, batches(), steps=40, lr=1e-3, evaluate_every=20)
+        weights = [m.key_masses.query_weight for m in model.modules() if isinstance(m, LOT)]
+        assert all(weight.dtype == torch.bfloat16 for weight in weights)
+        assert all((weight != 1).any() for weight in weights)
+        assert report.mean_error_after < report.mean_error_before
+
+    def test_fine_tuning_keeps_small_steps(self):
+        model = self.half()
+        lotformer.finetune(model, batches(), steps=30, lr=4e-4, mechanism_lr=4e-4)
+        norms = [m.weight for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+        assert all((weight != 1).any() for weight in norms)
+        assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+    def test_both_resume_to_the_same_result(self, tmp_path):
+        for function in (lotformer.calibrate, lotformer.finetune):
+            whole, parts, path = self.half(), self.half(), tmp_path / f"{function.__name__}.pt"
+            function(whole, batches(), steps=9)
+            with pytest.raises(KeyboardInterrupt):
+                function(parts, batches(), steps=9, checkpoint=path, on_step=TestInterrupts.interrupt_at(4))
+            fresh = self.half()
+            function(fresh, batches(), steps=9, checkpoint=path)
+            assert same(dict(fresh.state_dict()), dict(whole.state_dict()))
+
+
+class TestBadInput:
+    def test_an_unconverted_model(self):
+        for function in (lotformer.calibrate, lotformer.finetune):
+            with pytest.raises(ValueError, match=r"call `lotformer.convert\(model\)` first"):
+                function(SMALL["bert"].build(), batches())
+
+    def test_no_batches(self):
+        for function in (lotformer.calibrate, lotformer.finetune):
+            with pytest.raises(ValueError, match="at least one batch"):
+                function(bert(), [])
+
+    def test_an_unknown_objective(self):
+        with pytest.raises(ValueError, match="objective must be one of"):
+            lotformer.calibrate(bert(), batches(), objective="logits")
+
+    def test_a_share_beyond_one(self):
+        for name in ("holdout", "exact_share"):
+            with pytest.raises(ValueError, match=f"{name} is a share"):
+                lotformer.calibrate(bert(), batches(), **{name: 2.0})
+
+    def test_a_mechanism_without_parameters(self):
+        model = SMALL["bert"].build()
+        lotformer.convert(model, "softmax")
+        with pytest.raises(ValueError, match="no trainable parameters"):
+            lotformer.calibrate(model, batches())

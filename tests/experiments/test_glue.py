@@ -1,0 +1,233 @@
+"""GLUE: every layout is read, every task scored by its own metric, and the experiment resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from lotformer.cli import app
+from lotformer.data import glue
+from lotformer.experiments import glue as experiment
+from lotformer.results.cells import CellFolder, stamp
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree", "is", "a", "the", "not"]
+
+
+def write(folder: Path, name: str, lines: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def sst(folder: Path) -> None:
+    rows = [f"{a} {b} is {c}\t{int(c == 'red')}" for a in ("the", "a") for b in ("house", "tree") for c in WORDS[5:8]]
+    for split in ("train", "dev"):
+        write(folder / "glue" / "SST-2", split, ["sentence\tlabel", *rows])
+
+
+class TestReading:
+    def test_a_table_without_a_header(self, tmp_path):
+        write(tmp_path / "glue" / "CoLA", "dev", ["gj04\t1\t\tThe sailors rode.", "cj99\t0\t*\tAs you eat the most."])
+        examples = glue.load(glue.TASKS["cola"], "dev", tmp_path)
+        assert examples == [glue.Example(("The sailors rode.",), 1.0), glue.Example(("As you eat the most.",), 0.0)]
+
+    def test_quotes_are_text_and_a_byte_order_mark_is_not(self, tmp_path):
+        header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+        write(tmp_path / "glue" / "MRPC", "train", [header, '1\t1\t2\tHe said " no .\tShe said " no " .'])
+        assert glue.load(glue.TASKS["mrpc"], "train", tmp_path)[0].texts == ('He said " no .', 'She said " no " .')
+
+    def test_named_labels_and_numbers(self, tmp_path):
+        write(tmp_path / "glue" / "RTE", "dev", ["index\tsentence1\tsentence2\tlabel", "0\ta\tb\tnot_entailment"])
+        write(tmp_path / "glue" / "STS-B", "dev", ["sentence1\tsentence2\tscore", "a\tb\t2.5", "cut short"])
+        assert glue.load(glue.TASKS["rte"], "dev", tmp_path) == [glue.Example(("a", "b"), 1.0)]
+        assert glue.load(glue.TASKS["stsb"], "dev", tmp_path) == [glue.Example(("a", "b"), 2.5)]
+
+    def test_datasets_saved_to_disk(self, tmp_path):
+        from datasets import Dataset, DatasetDict
+
+        part = Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [2]})
+        DatasetDict({"train": part, "validation_matched": part}).save_to_disk(str(tmp_path / "glue" / "mnli"))
+        assert glue.load(glue.TASKS["mnli"], "dev", tmp_path) == [glue.Example(("a", "b"), 2.0)]
+        assert glue.available(tmp_path) == ["mnli"]
+
+    def test_a_missing_set_names_both_places(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"SST-2/train.tsv, or datasets saved to .*sst2"):
+            glue.load(glue.TASKS["sst2"], "train", tmp_path)
+
+
+class _Fixed(torch.nn.Module):
+    def __init__(self, logits: list[list[float]]) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, labels: torch.Tensor) -> transformers.modeling_outputs.SequenceClassifierOutput:
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.logits)
+
+
+@pytest.mark.parametrize(
+    ("task", "logits", "labels", "expected"),
+    [
+        ("sst2", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 75.0),
+        ("cola", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 57.735),
+        ("mrpc", [[1, 0], [0, 1], [0, 1], [1, 0]], [0, 1, 0, 0], 100 * (0.75 + 2 / 3) / 2),
+        ("stsb", [[1.0], [2.0], [4.0]], [1.0, 2.0, 4.0], 100.0),
+    ],
+    ids=["accuracy", "matthews", "accuracy-f1", "correlations"],
+)
+def test_every_metric_is_the_tasks_own(task, logits, labels, expected):
+    batch = {"labels": torch.tensor(labels)}
+    assert experiment.evaluate(_Fixed(logits), [batch], glue.TASKS[task]) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    config = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS)
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
+    sst(tmp_path)
+    settings = experiment.Settings(
+        epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=10
+    )
+    methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform", "lot-aware"]
+    out = tmp_path / "out"
+    cells = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    assert [cell.method for cell in cells] == ["softmax", *methods]
+    by_name = {cell.method: cell for cell in cells}
+    assert by_name["softmax"].score > 80
+    assert by_name["lot"].residual_max is not None
+    assert by_name["lot"].residual_max < 1e-4
+    assert by_name["lot-uniform"].doubly_stochastic_mean is not None
+    assert by_name["lot-uniform"].doubly_stochastic_mean < 1e-4
+    rendered = experiment.table(cells)
+    assert all(f"| {method}, % recovered |" in rendered for method in methods)
+
+    stored = json.loads((out / "sst2" / "lot.json").read_text())
+    assert stored["budget"] == {"steps": 10}
+    assert stored["provenance"]["torch"] == torch.__version__
+    assert stored["transformers"] == transformers.__version__
+    assert not list(out.rglob("*.begun"))
+    stored["cell"]["recovered"] = 12.5
+    (out / "sst2" / "lot.json").write_text(json.dumps(stored))
+    again = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    assert {cell.method: cell.recovered for cell in again}["lot"] == 12.5
+
+
+def cell(task: str, method: str, **changed: object) -> experiment.Cell:
+    return dataclasses.replace(experiment.Cell(task, method, 90.0, 99.0, 80.0, 1e-6, 0.5, 3.0), **changed)
+
+
+def store(out: Path, made: experiment.Cell, settings: experiment.Settings, *, early: bool = False) -> None:
+    if early:  # as the first version wrote them
+        record = {"cell": dataclasses.asdict(made), "settings": dataclasses.asdict(settings), "torch": "2.13.0"}
+        (out / made.task).mkdir(parents=True, exist_ok=True)
+        (out / made.task / f"{made.method}.json").write_text(json.dumps(record))
+    else:
+        folder = CellFolder(out / made.task, lambda plain: experiment.Cell(**plain), "lotformer experiment glue")
+        folder.finish(made.method, made, stamp(settings, "some/checkpoint"), {"steps": 77}, settings.seed)
+
+
+class TestFoldersOfCells:
+    def test_the_report_joins_what_several_runs_left_and_names_their_budgets(self, tmp_path):
+        short = experiment.Settings(max_steps=300, seed=5)
+        store(tmp_path, cell("cola", "softmax"), short, early=True)
+        store(tmp_path, cell("cola", "lot", recovered=98.7), short, early=True)
+        store(tmp_path, cell("rte", "softmax", score=60.0), experiment.Settings(batch_size=8))
+        store(tmp_path, cell("rte", "lot", recovered=99.3), experiment.Settings(batch_size=8))
+        store(tmp_path, cell("rte", "hedgehog", recovered=97.1), experiment.Settings(batch_size=8))
+        said = experiment.report(tmp_path)
+        assert "| softmax, score | 90.0 | 60.0 | 75.0 |" in said
+        assert "| lot, % recovered | 98.7 | 99.3 | 99.0 |" in said
+        assert "| hedgehog, % recovered | – | 97.1 | – |" in said, "a mean over fewer tasks is not comparable"
+        notes = {": ".join(line.split(": ")[:2]): line for line in said.splitlines() if line.startswith("- ")}
+        assert "at most 300 steps" in notes["- cola: softmax"]
+        assert "seed 5" in notes["- cola: softmax"]
+        assert "1000 steps of imitation" in notes["- cola: converted"]
+        assert "batch 8" in notes["- rte: converted"]
+        assert f"torch {torch.__version__}" in notes["- rte: converted"]
+        assert "- rte: steps with labels: softmax 77, hedgehog 77, lot 77." in said
+
+    @pytest.mark.parametrize("early", [False, True], ids=["complete", "early"])
+    @pytest.mark.parametrize("method", ["softmax", "hedgehog"], ids=["asked-for", "of-another-column"])
+    def test_cells_of_other_settings_are_not_mixed_in(self, tmp_path, method, early):
+        store(tmp_path, cell("sst2", method), experiment.Settings(epochs=2.0), early=early)
+        with pytest.raises(ValueError, match=r"cells of other settings .*epochs 2.0 instead of 1.0.*another --out"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings(epochs=1.0))
+
+    def test_nor_is_a_cell_from_before_imitation(self, tmp_path):
+        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
+        store(tmp_path, cell("sst2", "lot"), experiment.Settings())
+        path = tmp_path / "sst2" / "lot.json"
+        record = json.loads(path.read_text())
+        del record["settings"]["imitation_steps"], record["settings"]["imitation_lr"]
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match="imitation_steps 0 instead of 1000"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_an_interrupted_cell_resumes_to_the_same_score(self, checkpoint, tmp_path):
+        sst(tmp_path)
+        settings = experiment.Settings(
+            epochs=2, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=6, swap_lr=1e-3
+        )
+        whole = experiment.run(checkpoint, tmp_path, tmp_path / "whole", ["sst2"], ["lot"], settings)
+        arguments = (checkpoint, tmp_path, tmp_path / "parts", ["sst2"], ["lot"], settings)
+        for place, step in (("imitates", 4), ("fine-tuning lot", 3)):
+
+            def interrupt(what: str, now: int, total: int, place: str = place, step: int = step) -> None:
+                if place in what and now == step:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                experiment.run(*arguments, interrupt)
+        parts = experiment.run(*arguments)
+        assert [cell.score for cell in parts] == [cell.score for cell in whole]
+        assert not list((tmp_path / "parts" / "sst2").glob("*.checkpoint"))
+
+    def test_another_checkpoint_is_another_setting(self, tmp_path):
+        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
+        with pytest.raises(ValueError, match="checkpoint some/checkpoint instead of other/checkpoint"):
+            experiment.run("other/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_nor_is_half_trained_work_of_other_settings(self, checkpoint, tmp_path):
+        sst(tmp_path)
+
+        def interrupt(what: str, now: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        arguments = (checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"])
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(*arguments, experiment.Settings(batch_size=6), interrupt)
+        with pytest.raises(ValueError, match="batch_size 6 instead of 4"):
+            experiment.run(*arguments, experiment.Settings(batch_size=4))
+
+    def test_half_a_file_is_one_clear_error(self, tmp_path):
+        (tmp_path / "sst2").mkdir()
+        (tmp_path / "sst2" / "softmax.json").write_text('{"cell": ')
+        with pytest.raises(ValueError, match=r"softmax.json is not a cell of this experiment"):
+            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+
+    def test_the_command_says_so_and_stops(self, tmp_path):
+        store(tmp_path / "out", cell("sst2", "softmax"), experiment.Settings(seed=1))
+        options = ["--checkpoint", "some/checkpoint", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["experiment", "glue", "--tasks", "sst2", *options])
+        assert result.exit_code == 1
+        assert "cells of other settings" in " ".join(result.output.split())
+
+
+def test_unknown_tasks_and_methods_are_named(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="'sst3' is not one of cola"):
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.Settings())
+    with pytest.raises(ValueError, match="'lott' is not one of t2r"):
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.Settings())

@@ -1,0 +1,206 @@
+"""The layer: prefix rows, local mixing, pivots, and any mechanism between the projections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lotformer
+from lotformer.nn import KeyMasses, PivotMeasure, PrefixRows
+from support.problems import lengths_mask
+
+
+def tokens(batch=2, heads=3, n=12, dim=8):
+    return torch.randn(3, batch, heads, n, dim).unbind(0)
+
+
+@pytest.mark.parametrize("beta", [None, 0.7])
+def test_prefix_rows_are_softmax_over_all_tokens_and_the_rest_is_doubly_stochastic(beta):
+    mechanism = lotformer.attention.build(
+        "lot", head_dim=8, num_heads=3, rank=4, solver="newton", prefix_tokens=2, prefix_beta=beta
+    )
+    q, k, v = tokens()
+    out = mechanism(q, k, v)
+    weights = (q[:, :, :2] @ k.mT * (8**-0.5 if beta is None else beta)).softmax(-1)
+    torch.testing.assert_close(out[:, :, :2], weights @ v)
+    plan = mechanism.coupling(q, k)
+    assert plan.query_plan.shape[2] == 10
+    assert plan.doubly_stochastic_error().max() < 1e-5
+    torch.testing.assert_close(out[:, :, 2:], plan.apply(v[:, :, 2:]))
+
+
+def test_polarised_prefix_follows_its_formula():
+    q, k, v = tokens(1, 1, 5, 4)
+    powers = (1.5, 0.5)
+    got = PrefixRows(0.8, polarize=True, powers=powers)(q[:, :, :1], k, v)
+    scores = torch.zeros(5)
+    for j in range(5):
+        like = opposite = 0.0
+        for a, b in zip(0.8 * q[0, 0, 0], k[0, 0, j], strict=True):
+            like += float(a * b) if a * b > 0 else 0.0
+            opposite += float(-a * b) if a * b < 0 else 0.0
+        scores[j] = like ** powers[0] + opposite ** powers[1]
+    torch.testing.assert_close(got[0, 0, 0], scores.softmax(0) @ v[0, 0])
+
+
+@pytest.mark.parametrize("polarize", [False, True])
+def test_prefix_and_convolution_honour_padding(polarize):
+    mechanism = lotformer.attention.build(
+        "lot", head_dim=8, num_heads=3, rank=4, prefix_tokens=1, polarize_prefix=polarize, local_conv="1d"
+    )
+    q, k, v = tokens()
+    mask = lengths_mask([12, 7], 12)
+    dirty = [t.clone() for t in (q, k, v)]
+    for t in dirty:
+        t.transpose(1, 2)[~mask] = float("nan")
+    out = mechanism(*dirty, mask, mask)
+    short = mechanism(*(t[1:, :, :7] for t in (q, k, v)))
+    torch.testing.assert_close(out[1:, :, :7], short)
+    assert (out[1, :, 7:] == 0).all()
+    empty = lengths_mask([12, 0], 12)
+    assert (mechanism(*dirty[:3], empty, empty)[1] == 0).all()
+
+
+def test_two_dimensional_mixing_is_a_depthwise_convolution_of_the_values_on_the_grid():
+    mechanism = lotformer.attention.build("lot", head_dim=4, num_heads=2, rank=3, prefix_tokens=1, local_conv="2d")
+    q, k, v = tokens(2, 2, 1 + 3 * 5, 4)
+    out = mechanism(q, k, v, grid=(3, 5))
+    kernel = mechanism.local.conv.weight.view(2, 4, 3, 3)
+    local, mechanism.local = mechanism.local, None
+    without = mechanism(q, k, v)
+    mechanism.local = local
+    image = torch.nn.functional.pad(v[:, :, 1:].unflatten(2, (3, 5)), (0, 0, 1, 1, 1, 1))
+    for row, column in ((0, 0), (1, 3), (2, 4)):
+        patch = image[:, :, row : row + 3, column : column + 3]  # (B, H, 3, 3, D)
+        expected = torch.einsum("bhijd,hdij->bhd", patch, kernel)
+        index = 1 + 5 * row + column
+        torch.testing.assert_close(out[:, :, index] - without[:, :, index], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out[:, :, 0], without[:, :, 0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "query-aware"])
+def test_key_masses_follow_their_formula_over_real_tokens(kind):
+    module = KeyMasses(3, 8, kind)
+    with torch.no_grad():
+        module.direction.normal_()
+    q, k, _ = tokens()
+    mask = lengths_mask([12, 5], 12, "left")
+    logits = torch.einsum("bhmd,hd->bhm", k, module.direction)
+    if kind == "query-aware":
+        with torch.no_grad():
+            module.query_weight.uniform_(0.5, 2)
+        mean = torch.stack([q[b, :, mask[b]].mean(1) for b in range(2)])
+        logits = logits + module.query_weight[:, None] * torch.einsum("bhmd,bhd->bhm", k, mean) * 8**-0.5
+    expected = logits.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+    for t in (q, k):
+        t.transpose(1, 2)[~mask] = float("nan")
+    torch.testing.assert_close(module(q, k, mask, mask), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_key_masses_are_computed_in_full_precision_in_a_half_precision_model(dtype):
+    module = KeyMasses(3, 8, "query-aware").to(dtype)
+    q, k, _ = (x.to(dtype) for x in tokens())
+    exact = KeyMasses(3, 8, "query-aware")(q.float(), k.float())
+    torch.testing.assert_close(module(q, k), exact)
+
+
+@pytest.mark.parametrize("key_masses", ["uniform", "linear", "query-aware"])
+def test_a_sequence_of_prefix_tokens_alone_passes(key_masses):
+    layer = lotformer.LOTAttention(8, 2, rank=3, prefix_tokens=1, key_masses=key_masses)
+    x = torch.randn(2, 1, 8)
+    torch.testing.assert_close(layer(x), layer.proj(layer.qkv(x)[..., 16:]))
+
+
+def test_uniform_key_masses_are_none_and_have_no_parameters():
+    module = KeyMasses(3, 8)
+    assert module(*tokens()[:2]) is None
+    assert not list(module.parameters())
+
+
+@pytest.mark.parametrize(("init", "std"), [("small", 0.02), ("unit", 1.0)])
+def test_pivots_start_at_their_scale_with_uniform_masses(init, std):
+    measure = PivotMeasure(8, 64, 32, init=init)
+    assert measure.points.std().item() == pytest.approx(std, rel=0.05)
+    torch.testing.assert_close(measure.log_masses().exp(), torch.full((8, 64), 1 / 64))
+
+
+def test_pivots_can_be_placed_on_real_tokens():
+    measure = PivotMeasure(3, 7, 8, init="data")
+    _, k, _ = tokens()
+    mask = lengths_mask([3, 2], 12)
+    k.transpose(1, 2)[~mask] = float("nan")
+    measure.initialize_from(k, mask, scale=0.5)
+    real = torch.cat([k[b, :, mask[b]] for b in range(2)], 1)  # (H, 5, D): fewer than pivots
+    distances = torch.cdist(measure.points, 0.5 * real).min(-1).values
+    assert distances.max() < 1e-6
+    with pytest.raises(ValueError, match=r"expected tokens \(B, 3, N, 8\)"):
+        measure.initialize_from(torch.randn(2, 4, 5, 8))
+    with pytest.raises(ValueError, match="no real token"):
+        measure.initialize_from(k, torch.zeros_like(mask))
+
+
+def test_fixed_masses_are_not_parameters_and_temperature_flattens():
+    assert "logits" not in dict(PivotMeasure(2, 4, 8, learn_masses=False).named_parameters())
+    spread = {}
+    for temperature in (0.1, 10.0):
+        measure = PivotMeasure(2, 4, 8, mass_temperature=temperature)
+        with torch.no_grad():
+            measure.logits.copy_(torch.arange(8.0).view(2, 4))
+        spread[temperature] = measure.log_masses().exp().max().item()
+    assert spread[0.1] > 0.99
+    assert spread[10.0] < 0.4
+
+
+def test_weight_decay_spares_what_lives_in_token_space():
+    layer = lotformer.LOTAttention(16, 2, rank=4, learn_eps=True, key_masses="query-aware", local_conv="1d")
+    names = dict(layer.named_parameters())
+    spared = layer.no_weight_decay()
+    assert spared <= set(names)
+    assert {"attn.pivots.points", "attn.pivots.logits", "attn.log_eps"} <= spared
+    assert not any(name.startswith(("qkv", "proj", "attn.local")) for name in spared)
+
+
+def test_learned_eps_starts_where_it_is_told_and_learns():
+    layer = lotformer.LOTAttention(16, 2, rank=4, eps=0.3, learn_eps=True)
+    torch.testing.assert_close(layer.attn.eps, torch.full((2,), 0.3))
+    layer(torch.randn(2, 9, 16)).square().sum().backward()
+    assert layer.attn.log_eps.grad.abs().min() > 0
+
+
+def test_dropout_drops_whole_keys_in_training_only_and_keeps_the_mean():
+    mechanism = lotformer.attention.build("lot", head_dim=8, num_heads=1, rank=4, dropout=0.5)
+    q, k, _ = tokens(1, 1, 10)
+    identity = torch.eye(10).expand(1, 1, 10, 10)
+    mechanism.eval()
+    full = mechanism(q, k, identity)
+    mechanism.train()
+    draws = torch.stack([mechanism(q, k, identity) for _ in range(2000)])
+    columns = draws[0, 0, 0].abs().amax(0)
+    assert 0 < (columns == 0).sum() < 10
+    torch.testing.assert_close(draws.mean(0), full, rtol=0.15, atol=0.02)
+
+
+def test_the_layer_takes_the_masks_and_state_of_timm_blocks():
+    layer = lotformer.LOTAttention(24, 3, rank=4, qkv_bias=False)
+    assert layer.qkv.weight.shape == (72, 24)
+    assert layer.qkv.bias is None
+    assert layer.proj.weight.shape == (24, 24)
+    x, mask = torch.randn(2, 10, 24), lengths_mask([10, 6], 10)
+    torch.testing.assert_close(layer(x, mask)[1:, :6], layer(x[1:, :6]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5)], ids=["one", "many"])
+def test_one_head_one_pivot_one_token(shape):
+    heads, n = shape
+    layer = lotformer.LOTAttention(heads * 8, heads, rank=1, solver="newton")
+    x = torch.randn(1, n, heads * 8)
+    v = layer.qkv(x)[..., 2 * heads * 8 :]
+    # one pivot carries everything: every token receives the mean of the values
+    torch.testing.assert_close(layer(x), layer.proj(v.mean(1, keepdim=True).expand_as(v)))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lot"])
+def test_the_host_layer_takes_any_mechanism_by_name(mechanism):
+    layer = lotformer.AttentionLayer(16, 2, mechanism)
+    assert layer(torch.randn(2, 9, 16)).shape == (2, 9, 16)

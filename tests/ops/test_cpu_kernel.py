@@ -1,0 +1,177 @@
+"""The CPU kernel computes the operator: values and every gradient agree with the fp64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lotformer.ops import lot_attention
+from support.cpu_kernel import assert_agrees, errors, needs_kernel, problem, run
+
+pytestmark = needs_kernel
+
+EPS = (1.0, 0.3, 0.1, 0.05, 0.01)
+SHAPES = {
+    "deit": {"n": 197, "m": 197, "rank": 32, "dim": 64},
+    "cross": {"n": 45, "m": 130, "rank": 16, "dim": 24, "value_dim": 40},
+    "odd": {"n": 37, "m": 53, "rank": 7, "dim": 13, "value_dim": 5},
+    "more pivots than tokens": {"n": 30, "m": 20, "rank": 65, "dim": 33},
+    "widest": {"batch": 1, "heads": 1, "n": 70, "m": 50, "rank": 256, "dim": 256},
+    "several ranges": {"batch": 1, "heads": 1, "n": 2500, "m": 2311, "rank": 32, "dim": 16},
+}
+SOLVERS = {"sinkhorn": {"solver": "sinkhorn"}, "newton": {"solver": "newton"}}
+
+
+def tolerance(eps: float) -> float:
+    return 1e-5 if eps >= 0.05 else 1e-4
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_agree_with_the_reference(shape: str, eps: float, solver: str) -> None:
+    x = problem(**SHAPES[shape])
+    got = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps, **exact(solver)), tolerance(eps))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("shape", [{"rank": 1}, {"n": 1, "m": 1}, {"n": 1, "m": 9}, {"n": 9, "m": 1}], ids=str)
+def test_degenerate_shapes_agree_where_gradients_vanish(shape: dict[str, int], eps: float, solver: str) -> None:
+    x = problem(**shape)
+    got = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps, **exact(solver)), tolerance(eps), floor=0.3 / eps)
+
+
+@pytest.mark.parametrize("eps", [10.0, 100.0])
+@pytest.mark.parametrize("shape", ["deit", "cross", "odd"])
+def test_at_large_eps_it_is_as_good_as_fp32_can_be(shape: str, eps: float) -> None:
+    """The plans are nearly uniform there and score gradients are differences of numbers ε times their size."""
+    x = problem(**SHAPES[shape])
+    expected = run(x, torch.float64, "reference", eps=eps)
+    plain = errors(run(x, torch.float32, "reference", eps=eps), expected)
+    for name, error in errors(run(x, torch.float32, "cpu", eps=eps), expected).items():
+        assert error <= max(1e-5, 2 * plain[name]), name
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("eps", [1.0, 0.1, 0.05])
+@pytest.mark.parametrize("masses", ["query_masses", "key_masses", "both"])
+def test_gradients_of_token_masses_agree(masses: str, eps: float, solver: str) -> None:
+    wanted = {name: masses in (name, "both") for name in ("query_masses", "key_masses")}
+    x = problem(n=50, m=41, **wanted)
+    got = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps, **exact(solver)), tolerance(eps))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_learned_eps_per_head_gets_its_gradient(solver: str) -> None:
+    x = problem()
+    eps = torch.tensor([1.0, 0.3, 0.07])
+    got = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps.double(), **exact(solver)), 1e-5, x)
+
+
+@pytest.mark.parametrize("iters", [1, 2, 9])
+def test_any_number_of_sweeps_agrees(iters: int) -> None:
+    x = problem(query_masses=True, key_masses=True)
+    got = run(x, torch.float32, "cpu", eps=0.3, iters=iters)
+    assert_agrees(got, run(x, torch.float64, "reference", eps=0.3, iters=iters), 1e-5)
+
+
+@pytest.mark.parametrize("n", [197, 1500], ids=["all tokens", "sample first"])
+@pytest.mark.parametrize("eps", [1.0, 0.1])
+def test_newton_reaches_its_tolerance_where_sinkhorn_does_not(n: int, eps: float) -> None:
+    """With the identity as values the output is the attention matrix, here of as many keys as values have columns."""
+    x = {name: t.float() for name, t in problem(1, 2, n, 197, 32, 64, 197).items()}
+    x["v"] = torch.eye(197).expand(1, 2, 197, 197)
+
+    def residual(solver: str) -> float:
+        columns = lot_attention(**x, eps=eps, solver=solver, tol=1e-5, backend="cpu").double().mean(2)
+        return (columns * 197 - 1).abs().max().item()
+
+    assert residual("newton") < 1e-5
+    if eps == 0.1:
+        assert residual("newton") < 1e-3 * residual("sinkhorn")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("eps", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_huge_scores_stay_finite(size: float, eps: float, solver: str) -> None:
+    """Scores of ±size: at 1e4 their fp32 rounding alone is 1e-3, so only finiteness and row sums are promised."""
+    x = problem(n=80, m=70, dim=16)
+    length = (x["q"] @ x["pivots"].mT).abs().max()
+    x["pivots"] *= size * eps * 16**0.5 / length
+    results = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])
+    for name, tensor in results.items():
+        assert tensor.isfinite().all(), name
+    x["v"] = torch.ones_like(x["v"])
+    rows = run(x, torch.float32, "cpu", eps=eps, **SOLVERS[solver])["out"]
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_outlying_token_does_not_hurt_the_others(solver: str) -> None:
+    x = problem(n=60, m=60)
+    x["k"][:, :, 17] *= 100
+    x["q"][:, :, 3] *= 100
+    got = run(x, torch.float32, "cpu", eps=0.5, **SOLVERS[solver])
+    assert_agrees(got, run(x, torch.float64, "reference", eps=0.5, **exact(solver)), 1e-4)
+
+
+def test_a_common_offset_of_the_values_does_not_spoil_the_score_gradient() -> None:
+    x = problem(n=64, m=64)
+    x["v"] += 30
+    got = run(x, torch.float32, "cpu", eps=0.3)
+    assert_agrees(got, run(x, torch.float64, "reference", eps=0.3), 1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("eps", [1.0, 0.1])
+def test_bf16_inputs_are_computed_in_fp32(eps: float, solver: str) -> None:
+    """The only roundings are those of the inputs, which both sides share, and of the results."""
+    x = problem(n=99, m=70, rank=24, dim=40)
+    x = {name: t.bfloat16().double() if name in ("q", "k", "v") else t for name, t in x.items()}
+    cotangent = torch.randn(2, 3, 99, 40, dtype=torch.float64).bfloat16().double()
+    got = run(x, torch.bfloat16, "cpu", cotangent, eps=eps, **SOLVERS[solver])
+    assert got["out"].dtype == torch.bfloat16
+    expected = run(x, torch.float64, "reference", cotangent, eps=eps, **exact(solver))
+    half_unit = 2.0**-9
+    assert_agrees(got, expected, half_unit)
+    for name in ("pivots", "log_masses"):  # fp32 results of fp32 arithmetic
+        assert_agrees({"x": got[f"grad of {name}"]}, {"x": expected[f"grad of {name}"]}, 2e-5)
+
+
+def test_long_sums_do_not_drift() -> None:
+    x = problem(batch=1, heads=1, n=131072, m=1000, rank=8, dim=4)
+    got = run(x, torch.float32, "cpu")
+    assert_agrees(got, run(x, torch.float64, "reference"), 1e-5)
+
+
+def test_threads_do_not_change_the_result() -> None:
+    """Few heads: tokens are shared among threads. Many: heads are."""
+    x = problem(batch=1, heads=3, n=3000, m=2900, rank=32, dim=16)
+    threads = torch.get_num_threads()
+    try:
+        results = {}
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results[count] = run(x, torch.float32, "cpu", eps=0.3)
+    finally:
+        torch.set_num_threads(threads)
+    for count in (2, 5):
+        assert_agrees(results[count], {name: t.double() for name, t in results[1].items()}, 2e-6)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = {name: t.float().requires_grad_() for name, t in problem(n=8, m=8).items()}
+    out = lot_attention(**x, backend="cpu")
+    (grad,) = torch.autograd.grad(out.sum(), x["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="reference"'):
+        grad.sum().backward()
+
+
+def exact(solver: str) -> dict[str, object]:
+    return SOLVERS[solver] | ({"tol": 1e-11} if solver == "newton" else {})
