@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/lotformer demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 1
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,3 +19,8 @@ def _seeded_and_poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `long` run first: a worker that starts one at the end leaves the other idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

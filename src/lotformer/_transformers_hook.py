@@ -49,7 +49,7 @@ def _register() -> None:
     # registering is the last thing the module does when it is imported; if it is being imported right now, and that
     # is what loaded transformers, it will still come to it
     with suppress(ImportError):  # a transformers without the interface must stay importable; `convert` will say so
-        import_module(f"{__package__}.conversion.huggingface")
+        import_module(f"{__package__}.conversion.hosts.huggingface")
 
 
 def install() -> None:

@@ -16,8 +16,9 @@ from lotformer.conversion import ConversionReport, CouplingQuality
 from lotformer.conversion.hosts.sites import converted
 from lotformer.conversion.measuring.fidelity import Fidelity, fidelity, spearman
 from lotformer.conversion.measuring.report import Layer
-from lotformer.data import minilm, page
+from lotformer.data import minilm
 from lotformer.data.prose import python_reference
+from lotformer.demo import page
 from lotformer.demo.run import DemoResult, Heads, Stage
 from lotformer.demo.speed import Speed, compare_speed
 

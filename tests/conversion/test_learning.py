@@ -10,8 +10,9 @@ import transformers
 
 import lotformer
 from lotformer.attention.lot import LOT
+from lotformer.conversion import coupling_quality
 from lotformer.conversion.hosts.sites import converted
-from lotformer.conversion.learning import activations, coupling_quality
+from lotformer.conversion.learning import activations
 from lotformer.data.batches import main_tensor
 from support.small_models import SMALL, output
 

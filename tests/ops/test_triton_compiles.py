@@ -15,14 +15,17 @@ from triton.backends.compiler import GPUTarget
 
 from lotformer.ops.triton import resources
 
+pytestmark = pytest.mark.long
 
+
+@pytest.mark.parametrize("depth", resources.DEPTHS, ids="D{}".format)
 @pytest.mark.parametrize("rank", resources.RANKS, ids="R{}".format)
 @pytest.mark.parametrize("arch", resources.CUDA_ARCHITECTURES, ids="sm_{}".format)
-def test_no_kernel_spills(arch: int, rank: int) -> None:
-    rows = list(resources.measure((arch,), resources.DEPTHS, (rank,)))
+def test_no_kernel_spills(arch: int, rank: int, depth: int) -> None:
+    rows = list(resources.measure((arch,), (depth,), (rank,)))
     for row in rows:
-        print(f"{row.kernel} D{row.depth} {row.solver}: {row.registers} registers, {row.shared} bytes shared")
-    assert {row.depth for row in rows} == set(resources.DEPTHS)
+        print(f"{row.kernel} {row.solver}: {row.registers} registers, {row.shared} bytes shared")
+    assert rows
     assert not [row for row in rows if row.stack > 0]
 
 

@@ -25,6 +25,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 if not INTERPRETED and not torch.cuda.is_available():
 
+    @pytest.mark.long
     @pytest.mark.parametrize("group", GROUPS)
     def test_kernels_pass_under_the_interpreter(group: str) -> None:
         child = subprocess.run(
