@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import attention
-from .nn.depthwise import ConvKind
-from .nn.key_masses import KeyMassKind
-from .nn.pivot_pooling import PivotKind
-from .nn.pivots import PivotInit
+from .attention.host_masks import key_mask_from_sdpa
+from .attention.lot import LOT, LOTOptions
+from .attention.options import documents
+from .nn.checks import require_count
 from .ops.attention import CAUSAL_REFUSAL
-from .ops.problem import Solver
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
 class AttentionLayer(nn.Module):
     """Self-attention `(B, N, dim) → (B, N, dim)` with any mechanism of the registry between the projections.
 
-    Sub-modules are named as timm names them (`qkv`, `proj`), so state dicts carry over.
+    It is built and called as timm builds and calls its own `Attention`, and names its parts as timm does (`qkv`,
+    `q_norm`, `k_norm`, `norm`, `proj`, `proj_drop`), so that state dicts carry over; the mechanism is `mechanism`, as
+    in converted models.
+
+        performer = lotformer.AttentionLayer.with_options(mechanism="performer")
+        vit = timm.models.vision_transformer.VisionTransformer(attn_layer=performer)
 
     Args:
+        dim: width of the tokens, a multiple of `num_heads`.
         mechanism: a name from `lotformer.attention.names()`; `options` are that mechanism's own.
+        qkv_bias, proj_bias: whether the projections have a bias.
+        qk_norm: normalise queries and keys per head; scale_norm: normalise the output before `proj`. Both by
+            `norm_layer(width, device=…, dtype=…)`.
+        attn_drop: dropout inside the mechanism, refused where it has none. proj_drop: dropout of the output.
+        grid_size: `(rows, columns)` of the tokens after the prefix, for 2-D parts; square by default. timm's models do
+            not say it when they call: pass `model.patch_embed.grid_size`.
     """
 
     def __init__(
@@ -32,103 +49,154 @@ class AttentionLayer(nn.Module):
         mechanism: str = "softmax",
         *,
         qkv_bias: bool = True,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
         proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        grid_size: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
+        require_count("dim", dim)
+        require_count("num_heads", num_heads)
+        if dim % num_heads:
             raise ValueError(f"dim must be a multiple of num_heads, got dim={dim} and num_heads={num_heads}.")
-        self.mechanism = mechanism
+        if norm_layer is None:
+            if qk_norm or scale_norm:
+                raise ValueError("qk_norm and scale_norm need a norm_layer, for example norm_layer=torch.nn.LayerNorm.")
+            norm_layer = nn.Identity
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.attn = attention.build(mechanism, head_dim=self.head_dim, num_heads=num_heads, **options)
-        self.proj = nn.Linear(dim, dim)
+        self.grid_size = grid_size
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.q_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
+        with nullcontext() if device is None else torch.device(device):
+            made = attention.build(
+                mechanism, head_dim=self.head_dim, num_heads=num_heads, **_dropout(mechanism, attn_drop), **options
+            )
+        self.mechanism = made if dtype is None else made.to(dtype)
+        self.norm = norm_layer(dim, **factory) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    @classmethod
+    def with_options(cls, **options: Any) -> type[Self]:
+        """The class with options filled in, for hosts that take a class and build it themselves.
+
+        timm takes only a class: `functools.partial` is refused. What the host passes wins. The layers that come out are
+        of the original class: they copy, pickle and print as if built by hand.
+        """
+
+        def build(_: type[Self], *args: Any, **given: Any) -> Self:
+            return cls(*args, **{**options, **given})
+
+        return type(cls.__name__, (cls,), {"__new__": build, "__doc__": f"{cls.__name__} with {options}."})
 
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        mask: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Mix the tokens of `x (B, N, dim)`; `mask (B, N)` is True on real tokens, `grid` the 2-D token layout."""
-        if is_causal:
-            raise ValueError(CAUSAL_REFUSAL if self.mechanism == "lot" else "`is_causal`: this layer looks both ways.")
+        """Mix the tokens of `x (B, N, dim)`.
+
+        Args:
+            attn_mask: as in `scaled_dot_product_attention`: broadcasts to `(B, heads, N, N)`, boolean or additive. It
+                must be a pure padding mask; causal, windowed and other masks, and position biases, are refused.
+            is_causal: refused, unless the mechanism itself only looks back.
+            mask: boolean `(B, N)`, True = a real token; instead of `attn_mask`.
+            grid: `(rows, columns)` of the tokens after the prefix; wins over the constructor's `grid_size`.
+        """
+        if is_causal and not self.mechanism.is_causal:
+            raise ValueError(
+                CAUSAL_REFUSAL if isinstance(self.mechanism, LOT) else "`is_causal`: this layer looks both ways."
+            )
         if x.dim() != 3 or x.shape[2] != self.qkv.in_features:
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape
+        real = self._real_tokens(mask, attn_mask, batch, length)
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        # under autocast a norm raises the precision of what it returns
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        out = self.mechanism(q, k, v, real, real, grid=self.grid_size if grid is None else grid)
+        out = self.norm(out.transpose(1, 2).reshape(batch, length, dim))
+        return self.proj_drop(self.proj(out))
+
+    def _real_tokens(self, mask: Tensor | None, attn_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+        if mask is not None and attn_mask is not None:
+            raise ValueError("`mask` and `attn_mask` say the same thing: pass one of them.")
+        if attn_mask is not None:
+            return key_mask_from_sdpa(attn_mask, batch, self.num_heads, length)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
             expected = f"a boolean mask ({batch}, {length}), True = a real token"
             raise ValueError(f"`mask`: expected {expected}, got {mask.dtype} {tuple(mask.shape)}.")
-        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        out = self.attn(q, k, v, mask, mask, grid=grid)
-        return self.proj_drop(self.proj(out.transpose(1, 2).reshape(batch, length, dim)))
+        return mask
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that should not decay, for optimisers that ask (timm's do)."""
-        inner = getattr(self.attn, "no_weight_decay", set)
-        return {f"attn.{name}" for name in inner()}
+        inner = getattr(self.mechanism, "no_weight_decay", set)
+        return {f"mechanism.{name}" for name in inner()}
 
 
+@documents(LOTOptions)
 class LOTAttention(AttentionLayer):
-    """LOT attention as a drop-in layer: linear in the sequence, doubly stochastic, rank at most `rank`.
+    """LOT attention as a drop-in layer: linear in the sequence, doubly stochastic, of rank at most `rank`.
 
-    The arguments between the projections are those of `lotformer.attention.lot.LOT`.
+        attn = lotformer.LOTAttention(192, num_heads=3, rank=32, prefix_tokens=1)
+        y = attn(torch.randn(2, 197, 192))                     # (B, N, dim) → (B, N, dim)
+        y = attn(torch.randn(2, 197, 192), mask=real_tokens)   # boolean (B, N), True = a real token
+        lot = lotformer.LOTAttention.with_options(rank=32, prefix_tokens=1)
+        vit = timm.models.vision_transformer.VisionTransformer(attn_layer=lot)
+
+    Queries send their mass to R learned pivots and pivots send it on to the keys, both by entropic optimal transport.
+    Rows of the attention matrix sum to one in every precision; columns do as far as the solve has converged, which
+    `layer.mechanism.coupling(q, k).residual()` tells. Padding carries no mass: a padded sample equals the truncated
+    one. Time and memory are O(N·R). It cannot be causal.
+
+    Args:
+        dim: width of the tokens, a multiple of `num_heads`.
+        qkv_bias, qk_norm, scale_norm, proj_bias, proj_drop, norm_layer, grid_size: as in `AttentionLayer`.
+        attn_drop: probability of dropping a key in training, the same keys for every query of a head.
+        {options}
     """
 
     def __init__(
         self,
         dim: int,
         num_heads: int = 8,
-        rank: int = 32,
-        eps: float = 1.0,
-        iters: int = 5,
-        solver: Solver = "sinkhorn",
         *,
-        tol: float | None = 1e-6,
-        learn_eps: bool = False,
-        learn_masses: bool = True,
-        mass_temperature: float = 1.0,
-        pivot_init: PivotInit = "unit",
-        pivots: PivotKind = "fixed",
-        key_masses: KeyMassKind = "uniform",
         qkv_bias: bool = True,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        prefix_tokens: int = 0,
-        prefix_beta: float | None = None,
-        polarize_prefix: bool = False,
-        polarize_powers: tuple[float, float] = (1.0, 0.5),
-        local_conv: ConvKind | None = None,
-        kernel_size: int = 3,
-        backend: str | None = None,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        grid_size: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[LOTOptions],
     ) -> None:
         super().__init__(
-            dim,
-            num_heads,
-            "lot",
-            qkv_bias=qkv_bias,
-            proj_drop=proj_drop,
-            rank=rank,
-            eps=eps,
-            iters=iters,
-            solver=solver,
-            tol=tol,
-            learn_eps=learn_eps,
-            learn_masses=learn_masses,
-            mass_temperature=mass_temperature,
-            pivot_init=pivot_init,
-            pivots=pivots,
-            key_masses=key_masses,
-            dropout=attn_drop,
-            prefix_tokens=prefix_tokens,
-            prefix_beta=prefix_beta,
-            polarize_prefix=polarize_prefix,
-            polarize_powers=polarize_powers,
-            local_conv=local_conv,
-            kernel_size=kernel_size,
-            backend=backend,
-        )
+            dim, num_heads, "lot", qkv_bias=qkv_bias, qk_norm=qk_norm, scale_norm=scale_norm, proj_bias=proj_bias,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,
+            dtype=dtype, **options,
+        )  # fmt: skip
+
+
+def _dropout(mechanism: str, probability: float) -> dict[str, float]:
+    """The argument that gives a mechanism its dropout, or a refusal: dropout that does nothing would go unnoticed."""
+    if "dropout" in inspect.signature(attention.entry(mechanism).build).parameters:
+        return {"dropout": probability}
+    if probability > 0:
+        raise ValueError(f"attn_drop={probability}: {mechanism!r} has no dropout; use attn_drop=0 (proj_drop works).")
+    return {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lotformer
-from lotformer.conversion.hosts.masks import key_mask_from
+from lotformer.attention.host_masks import key_mask_from
 from support.small_models import SMALL, output, torch_encoder
 
 REAL = {

@@ -157,15 +157,15 @@ def test_weight_decay_spares_what_lives_in_token_space():
     names = dict(layer.named_parameters())
     spared = layer.no_weight_decay()
     assert spared <= set(names)
-    assert {"attn.pivots.points", "attn.pivots.logits", "attn.log_eps"} <= spared
-    assert not any(name.startswith(("qkv", "proj", "attn.local")) for name in spared)
+    assert {"mechanism.pivots.points", "mechanism.pivots.logits", "mechanism.log_eps"} <= spared
+    assert not any(name.startswith(("qkv", "proj", "mechanism.local")) for name in spared)
 
 
 def test_learned_eps_starts_where_it_is_told_and_learns():
     layer = lotformer.LOTAttention(16, 2, rank=4, eps=0.3, learn_eps=True)
-    torch.testing.assert_close(layer.attn.eps, torch.full((2,), 0.3))
+    torch.testing.assert_close(layer.mechanism.eps, torch.full((2,), 0.3))
     layer(torch.randn(2, 9, 16)).square().sum().backward()
-    assert layer.attn.log_eps.grad.abs().min() > 0
+    assert layer.mechanism.log_eps.grad.abs().min() > 0
 
 
 def test_dropout_drops_whole_keys_in_training_only_and_keeps_the_mean():
@@ -187,7 +187,7 @@ def test_the_layer_takes_the_masks_and_state_of_timm_blocks():
     assert layer.qkv.bias is None
     assert layer.proj.weight.shape == (24, 24)
     x, mask = torch.randn(2, 10, 24), lengths_mask([10, 6], 10)
-    torch.testing.assert_close(layer(x, mask)[1:, :6], layer(x[1:, :6]))
+    torch.testing.assert_close(layer(x, mask=mask)[1:, :6], layer(x[1:, :6]))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 5)], ids=["one", "many"])

@@ -89,6 +89,15 @@ def test_an_inverted_mask_shows_in_the_error_when_it_cannot_be_right():
 LAYER_WRONG = {
     "heads that do not divide": ({"dim": 10, "num_heads": 3}, "dim must be a multiple of num_heads"),
     "rank of zero": ({"rank": 0}, "rank must be at least 1, got 0"),
+    "a rank that is no integer": ({"rank": 8.0}, r"rank must be an integer, got 8\.0"),
+    "a rank in words": ({"rank": "8"}, "rank must be an integer, got '8'"),
+    "sweeps that are no integer": ({"iters": 2.5}, r"iters must be an integer, got 2\.5"),
+    "a prefix that is no integer": ({"prefix_tokens": 1.0}, r"prefix_tokens must be an integer, got 1\.0"),
+    "heads that are no integer": ({"num_heads": 2.0}, r"num_heads must be an integer, got 2\.0"),
+    "a kernel that is no integer": (
+        {"local_conv": "1d", "kernel_size": 3.0},
+        r"kernel_size must be an integer, got 3\.0",
+    ),
     "eps of zero": ({"eps": 0.0}, "eps must be above 0, got 0.0"),
     "unknown key masses": ({"key_masses": "heavy"}, "key_masses must be one of 'uniform'"),
     "unknown pivot init": ({"pivot_init": "zeros"}, "init must be one of 'small'"),
@@ -119,6 +128,8 @@ def test_the_layer_refuses_wrong_inputs_of_forward():
         layer(torch.ones(2, 10, 16))
     with pytest.raises(ValueError, match="a grid of 3×4 has 12 tokens, but there are 10"):
         layer(torch.ones(2, 10, 16), grid=(3, 4))
+    with pytest.raises(ValueError, match="prefix_tokens=4, but the sequence has 3 tokens"):
+        lotformer.LOTAttention(16, 2, rank=4, prefix_tokens=4)(torch.ones(2, 3, 16))
     with pytest.raises(ValueError, match="cannot be causal"):
         layer(torch.ones(2, 9, 16), is_causal=True)
     for other in (
@@ -127,9 +138,9 @@ def test_the_layer_refuses_wrong_inputs_of_forward():
         lotformer.AttentionLayer(16, 2, "softmax"),
     ):
         with pytest.raises(ValueError, match="boolean mask"):
-            other(torch.ones(2, 9, 16), torch.ones(2, 9))
+            other(torch.ones(2, 9, 16), mask=torch.ones(2, 9))
         with pytest.raises(ValueError, match=r"boolean mask \(2, 9\).*got torch.bool \(2, 8\)"):
-            other(torch.ones(2, 9, 16), torch.ones(2, 8).bool())
+            other(torch.ones(2, 9, 16), mask=torch.ones(2, 8).bool())
 
 
 def test_an_unknown_mechanism_is_refused_with_a_suggestion():

@@ -69,8 +69,8 @@ def test_runs_in_onnxruntime_with_a_dynamic_sequence():
 def test_a_layer_with_input_aware_pivots_compiles_whole():
     layer = small_layer(solver="newton", pivots="input-aware", key_masses="query-aware")
     x, mask = torch.randn(2, 17, 16), torch.arange(17) < torch.tensor([[17], [9]])
-    got = torch.compile(layer, fullgraph=True)(x, mask)
-    torch.testing.assert_close(got, layer(x, mask), rtol=1e-4, atol=1e-5)
+    got = torch.compile(layer, fullgraph=True)(x, mask=mask)
+    torch.testing.assert_close(got, layer(x, mask=mask), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -80,7 +80,7 @@ def test_autocast_keeps_the_solve_in_fp32(solver):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
         q, k = torch.randn(2, 1, 2, 50, 8, dtype=torch.bfloat16)
-        plan = layer.attn.coupling(q, k)
+        plan = layer.mechanism.coupling(q, k)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), layer(x), rtol=0.1, atol=0.05)
     assert plan.query_plan.dtype == torch.float32

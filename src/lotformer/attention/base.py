@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from .masking import require_equal_lengths
 
 
@@ -28,8 +29,7 @@ class Attention(nn.Module, ABC):
     def __init__(self, head_dim: int, num_heads: int) -> None:
         super().__init__()
         for name, value in (("head_dim", head_dim), ("num_heads", num_heads)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            require_count(name, value)
         self.head_dim = head_dim
         self.num_heads = num_heads
 

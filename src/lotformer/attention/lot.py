@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import math
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from ..nn.depthwise import ConvKind, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, KeyMassKind
 from ..nn.pivot_pooling import PivotKind, PivotPooling
@@ -16,88 +18,141 @@ from ..ops import Coupling, coupling, lot_attention
 from ..ops.problem import Solver
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
+from .options import Option, documents, with_defaults
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class LOTOptions(TypedDict, total=False):
+    """The options of LOT attention, stated once: the mechanism and the layer take all of them."""
+
+    rank: Annotated[
+        int, Option(32, "number of pivots R, which bounds the rank of the attention matrix; the cost is O(N·R).")
+    ]
+    eps: Annotated[float, Option(1.0, "entropic regularisation ε, above 0; small is sharp.")]
+    solver: Annotated[
+        Solver,
+        Option(
+            "sinkhorn",
+            '"sinkhorn" runs a fixed number of sweeps, right at ε ≈ 1; "newton" solves to `tol`, right for small ε '
+            "and for exact column sums.",
+        ),
+    ]
+    iters: Annotated[
+        int,
+        Option(
+            5,
+            "full Sinkhorn sweeps, two half-steps each, before the closing half-step: 5 are 11 half-steps. Published "
+            "code counts half-steps: its `max_iter=5` is `iters=2`.",
+        ),
+    ]
+    tol: Annotated[
+        float | None, Option(1e-6, "relative error of the column sums at which Newton stops; None: fixed passes.")
+    ]
+    scale: Annotated[float | None, Option(None, "factor of the scores, D^-1/2 by default.")]
+    learn_eps: Annotated[bool, Option(False, "make ε a parameter, one per head, that starts at `eps`.")]
+    learn_masses: Annotated[bool, Option(True, "learn the masses of the pivots, starting from uniform.")]
+    mass_temperature: Annotated[float, Option(1.0, "the masses are softmax(logits / mass_temperature).")]
+    pivot_init: Annotated[
+        PivotInit,
+        Option(
+            "unit",
+            '"unit" draws pivots from N(0, 1), for training from scratch at ε ≈ 1; "small" from N(0, 0.02²), for '
+            'trained checkpoints; "data" starts as "small" and waits for `mechanism.pivots.initialize_from`.',
+        ),
+    ]
+    pivots: Annotated[
+        PivotKind,
+        Option("fixed", '"fixed", or "input-aware": moved to where the keys of the sample are (`PivotPooling`).'),
+    ]
+    key_masses: Annotated[
+        KeyMassKind,
+        Option(
+            "uniform", '"uniform" is doubly stochastic; "linear" and "query-aware" learn column sums (`KeyMasses`).'
+        ),
+    ]
+    prefix_tokens: Annotated[
+        int,
+        Option(
+            0,
+            "this many leading tokens ([CLS], registers) read the whole sequence by softmax; the tokens after them are "
+            "coupled among themselves. A sequence may consist of prefix tokens alone, but may not be shorter.",
+        ),
+    ]
+    prefix_beta: Annotated[float | None, Option(None, "temperature of the prefix rows, D^-1/2 by default.")]
+    polarize_prefix: Annotated[
+        bool, Option(False, "let prefix rows score like and opposite signs apart (`PrefixRows`).")
+    ]
+    polarize_powers: Annotated[
+        tuple[float, float], Option((1.0, 0.5), "the powers of the like and the opposite scores.")
+    ]
+    local_conv: Annotated[
+        ConvKind | None,
+        Option(
+            None,
+            'add a depthwise convolution of the values after the prefix: "1d" along the sequence, "2d" on the grid.',
+        ),
+    ]
+    kernel_size: Annotated[int, Option(3, "width of that convolution, odd.")]
+    backend: Annotated[str | None, Option(None, "None picks the fastest that can run the problem; a name forces it.")]
+
+
+@documents(LOTOptions)
 class LOT(Attention):
     """Doubly stochastic, linear-time attention through a learned pivot measure.
 
     Args:
-        rank: number of pivots R. eps: entropic regularisation ε; `learn_eps` makes it a parameter per head.
-        solver, iters, tol, scale, backend: as in `lotformer.lot_attention`.
-        learn_masses, mass_temperature, pivot_init: as in `PivotMeasure`.
-        pivots: "fixed", or "input-aware": moved to where the keys are (`PivotPooling`).
-        key_masses: "uniform" (doubly stochastic), "linear" or "query-aware", as in `KeyMasses`.
-        dropout: probability of dropping a key in training.
-        prefix_tokens: this many leading tokens read by softmax (`PrefixRows`, with `prefix_beta`,
-            `polarize_prefix`, `polarize_powers`); the rest is coupled among itself.
-        local_conv, kernel_size: add a depthwise convolution of the values, "1d" or "2d", to the tokens after the
-            prefix.
+        dropout: probability of dropping a key in training, the same keys for every query of a head.
+        {options}
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        num_heads: int,
-        *,
-        rank: int = 32,
-        eps: float = 1.0,
-        iters: int = 5,
-        solver: Solver = "sinkhorn",
-        tol: float | None = 1e-6,
-        scale: float | None = None,
-        learn_eps: bool = False,
-        learn_masses: bool = True,
-        mass_temperature: float = 1.0,
-        pivot_init: PivotInit = "unit",
-        pivots: PivotKind = "fixed",
-        key_masses: KeyMassKind = "uniform",
-        dropout: float = 0.0,
-        prefix_tokens: int = 0,
-        prefix_beta: float | None = None,
-        polarize_prefix: bool = False,
-        polarize_powers: tuple[float, float] = (1.0, 0.5),
-        local_conv: ConvKind | None = None,
-        kernel_size: int = 3,
-        backend: str | None = None,
-    ) -> None:
+    def __init__(self, head_dim: int, num_heads: int, *, dropout: float = 0.0, **options: Unpack[LOTOptions]) -> None:
         super().__init__(head_dim, num_heads)
-        if not eps > 0:
-            raise ValueError(f"eps must be above 0, got {eps}.")
-        if solver not in get_args(Solver):
-            raise ValueError(f"solver must be one of {', '.join(map(repr, get_args(Solver)))}, got {solver!r}.")
-        if iters < 1:
-            raise ValueError(f"iters must be at least 1, got {iters}.")
+        o = cast(LOTOptions, with_defaults(LOTOptions, options))
+        if not o["eps"] > 0:
+            raise ValueError(f"eps must be above 0, got {o['eps']}.")
+        _require_one_of("solver", o["solver"], Solver)
+        _require_one_of("pivots", o["pivots"], PivotKind)
+        require_count("iters", o["iters"])
+        require_count("prefix_tokens", o["prefix_tokens"], least=0)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}.")
-        if pivots not in get_args(PivotKind):
-            raise ValueError(f"pivots must be one of {', '.join(map(repr, get_args(PivotKind)))}, got {pivots!r}.")
-        if prefix_tokens < 0:
-            raise ValueError(f"prefix_tokens must be at least 0, got {prefix_tokens}.")
-        if polarize_prefix and not prefix_tokens:
+        if o["polarize_prefix"] and not o["prefix_tokens"]:
             raise ValueError("polarize_prefix needs prefix_tokens: there is no prefix row to polarise.")
         self.pivots = PivotMeasure(
             num_heads,
-            rank,
+            o["rank"],
             head_dim,
-            learn_masses=learn_masses,
-            mass_temperature=mass_temperature,
-            init=pivot_init,
+            learn_masses=o["learn_masses"],
+            mass_temperature=o["mass_temperature"],
+            init=o["pivot_init"],
         )
-        self.pooling = PivotPooling(num_heads, rank, head_dim, pull=eps) if pivots == "input-aware" else None
-        self.log_eps = nn.Parameter(torch.full((num_heads,), eps).log()) if learn_eps else None
-        self.fixed_eps = eps
-        self.solver: Solver = solver
-        self.iters = iters
-        self.tol = tol
-        self.scale = scale
+        aware = o["pivots"] == "input-aware"
+        self.pooling = PivotPooling(num_heads, o["rank"], head_dim, pull=o["eps"]) if aware else None
+        self.fixed_eps = o["eps"]
+        self.log_eps = nn.Parameter(torch.empty(num_heads)) if o["learn_eps"] else None
+        self.solver = o["solver"]
+        self.iters = o["iters"]
+        self.tol = o["tol"]
+        self.scale = o["scale"]
         self.dropout = dropout
-        self.backend = backend
-        self.key_masses = KeyMasses(num_heads, head_dim, key_masses)
-        self.prefix_tokens = prefix_tokens
+        self.backend = o["backend"]
+        self.key_masses = KeyMasses(num_heads, head_dim, o["key_masses"])
+        self.prefix_tokens = o["prefix_tokens"]
         self.prefix = (
-            PrefixRows(prefix_beta, polarize=polarize_prefix, powers=polarize_powers) if prefix_tokens else None
+            PrefixRows(o["prefix_beta"], polarize=o["polarize_prefix"], powers=o["polarize_powers"])
+            if self.prefix_tokens
+            else None
         )
-        self.local = DepthwiseMixing(num_heads * head_dim, local_conv, kernel_size) if local_conv is not None else None
+        conv, width = o["local_conv"], num_heads * head_dim
+        self.local = DepthwiseMixing(width, conv, o["kernel_size"]) if conv is not None else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start ε where it was told to; the parts start themselves."""
+        if self.log_eps is not None:
+            nn.init.constant_(self.log_eps, math.log(self.fixed_eps))
 
     @property
     def eps(self) -> float | Tensor:
@@ -118,6 +173,8 @@ class LOT(Attention):
             raise ValueError(
                 f"prefix tokens and local mixing need self-attention, got {q.shape[2]} queries and {k.shape[2]} keys."
             )
+        if q.shape[2] < self.prefix_tokens:
+            raise ValueError(f"prefix_tokens={self.prefix_tokens}, but the sequence has {q.shape[2]} tokens.")
         body = self._body
         out = lot_attention(
             body(q),
@@ -175,6 +232,11 @@ class LOT(Attention):
             "key_mask": key_mask,
             "key_masses": self.key_masses(self._body(q), self._body(k), key_mask, query_mask),
         }
+
+
+def _require_one_of(name: str, value: str, kind: Any) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
 
 
 def cost(n: int, d: int, *, rank: int = 32, iters: int = 5, pivots: PivotKind = "fixed", **_: object) -> Cost:

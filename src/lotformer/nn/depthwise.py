@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .checks import require_count
+
 ConvKind = Literal["1d", "2d"]
 Sharing = Literal["none", "heads", "channels"]
 
@@ -25,7 +27,8 @@ class DepthwiseMixing(nn.Module):
         super().__init__()
         if kind not in get_args(ConvKind):
             raise ValueError(f"local_conv must be None, '1d' or '2d', got {kind!r}.")
-        if kernel_size < 1 or kernel_size % 2 == 0:
+        require_count("kernel_size", kernel_size)
+        if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that the output keeps its length; got {kernel_size}.")
         if sharing not in get_args(Sharing):
             raise ValueError(f"sharing must be one of {', '.join(map(repr, get_args(Sharing)))}, got {sharing!r}.")

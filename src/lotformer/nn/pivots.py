@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .checks import require_count
+
 PivotInit = Literal["small", "unit", "data"]
 
 
@@ -33,8 +35,7 @@ class PivotMeasure(nn.Module):
         init: PivotInit = "unit",
     ) -> None:
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}: a pivot measure needs a point.")
+        require_count("rank", rank)
         if not mass_temperature > 0:
             raise ValueError(f"mass_temperature must be above 0, got {mass_temperature}.")
         if init not in get_args(PivotInit):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...attention import Attention
-from .masks import key_mask_from
+from ...attention.host_masks import key_mask_from
 
 MECHANISM = "mechanism"
 """Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import Attention
-from .masks import additive_allows
+from ...attention.host_masks import additive_allows
 from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 _NOT_PADDING = (
-    "the attention mask is not a pure padding mask: {why}. A converted layer lets every real token see every real "
-    "token; causal, windowed and block masks and additive position biases cannot be converted. "
-    "Leave such layers out with `layers=`."
+    "the attention mask is not a pure padding mask: {why}. Here every real token sees every real token; causal, "
+    "windowed and block masks and additive position biases cannot be honoured. Keep softmax in such layers: `convert` "
+    "leaves out what `layers=` does not name."
 )
 
 _BIAS = "it adds finite numbers to the scores"
@@ -48,6 +48,33 @@ def key_mask_from(mask: Tensor | None, batch: int, queries: int, keys: int) -> T
     if rows.shape[1] > 1:
         _refuse_if((rows != rows[:, :1]).any(), "heads see different sets of keys")
     return rows[:, 0].expand(batch, keys)
+
+
+def key_mask_from_sdpa(mask: Tensor, batch: int, heads: int, length: int) -> Tensor:
+    """`key_mask_from` for the `attn_mask` of `scaled_dot_product_attention`, which timm's layers take.
+
+    Args:
+        mask: anything that broadcasts to `(B, H, N, N)`, boolean (True = may attend) or additive. A 2-D mask is
+            `(N, N)` here, never `(B, N)`.
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"`attn_mask`: expected a boolean or an additive mask, got {mask.dtype}: use attn_mask.bool()."
+        )
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    full = (batch, heads, length, length)
+    if (
+        len(shape) > 4
+        or shape[3] != length
+        or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True))
+    ):
+        raise ValueError(
+            f"`attn_mask`: expected a shape that broadcasts to (B, heads, N, N) = {full}, got {tuple(mask.shape)}. "
+            f"Pass a ({batch}, {length}) mask of real tokens as `mask`."
+        )
+    allowed = key_mask_from(mask.reshape(shape), batch, length, length)
+    assert allowed is not None
+    return allowed
 
 
 def additive_allows(mask: Tensor) -> Tensor:
