@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,28 @@ class TestConvertCommand:
         model = transformers.AutoModel.from_pretrained(tmp_path / "out")
         assert len(converted(model)) == 2
         transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_an_interrupted_run_says_so_with_its_exit_code(self, number, code, checkpoint, tmp_path):
+        texts = tmp_path / "texts.txt"
+        texts.write_text("red house\nblue tree green\n" * 20)
+        command = ["convert", checkpoint, "--out", tmp_path / "out", "--steps", 10**6, "--texts", texts]
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", "from lotformer.cli import app; app()", *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        while "now use 'lot'" not in process.stdout.readline():
+            assert process.poll() is None
+        time.sleep(1)  # calibration has begun
+        process.send_signal(number)
+        said, _ = process.communicate()
+        status = process.returncode
+        # a shell reports death by SIGTERM, the fate of a process that was not training yet, by the same number
+        assert status == code or (number == signal.SIGTERM and status == -number), said
+        assert "Traceback" not in said
 
     def test_pivots_may_see_the_input(self, checkpoint, tmp_path):
         code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--pivots", "input-aware")

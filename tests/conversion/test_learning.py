@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +21,7 @@ from lotformer.conversion import coupling_quality
 from lotformer.conversion.hosts.sites import converted
 from lotformer.conversion.learning import activations
 from lotformer.data.batches import main_tensor
+from support import learning_run
 from support.small_models import SMALL, output
 
 
@@ -111,10 +119,10 @@ def test_activations_on_disk_give_the_same_result_and_leave_no_files(tmp_path, m
 
 class TestInterrupts:
     @staticmethod
-    def interrupt_at(step: int):
+    def interrupt_at(step: int, number: int = signal.SIGINT):
         def on_step(now: int, steps: int, loss: float) -> None:
             if now == step:
-                raise KeyboardInterrupt
+                signal.raise_signal(number)
 
         return on_step
 
@@ -124,6 +132,7 @@ class TestInterrupts:
         arguments = {"steps": 12, "evaluate_every": 5, "checkpoint": tmp_path / "calibration.pt"}
         with pytest.raises(KeyboardInterrupt):
             lotformer.calibrate(parts, batches(), on_step=self.interrupt_at(7), **arguments)
+        assert arguments["checkpoint"].exists()
         fresh = bert()
         report = lotformer.calibrate(fresh, batches(), **arguments)
         assert same(mechanism_state(fresh), mechanism_state(whole))
@@ -145,17 +154,145 @@ class TestInterrupts:
         teacher = SMALL["bert"].build()
         lotformer.finetune(whole, batches(), steps=8, teacher=teacher)
         arguments = {"steps": 8, "teacher": teacher, "checkpoint": tmp_path / "finetuning.pt"}
-        with pytest.raises(KeyboardInterrupt):
-            lotformer.finetune(bert(solver="sinkhorn"), batches(), on_step=self.interrupt_at(5), **arguments)
+        parts = bert(solver="sinkhorn")
+        with pytest.raises(SystemExit) as ended:
+            lotformer.finetune(parts, batches(), on_step=self.interrupt_at(5, signal.SIGTERM), **arguments)
+        assert ended.value.code == 143
         fresh = bert(solver="sinkhorn")
-        lotformer.finetune(fresh, batches(), **arguments)
-        assert same(dict(fresh.state_dict()), dict(whole.state_dict()))
+        saved = arguments["checkpoint"].read_bytes()
+        for model in (fresh, parts):  # as in a new process, and with the model that was interrupted
+            arguments["checkpoint"].write_bytes(saved)
+            lotformer.finetune(model, batches(), **arguments)
+            assert same(dict(model.state_dict()), dict(whole.state_dict()))
 
-    def test_a_broken_checkpoint_is_named(self, tmp_path):
+    @pytest.mark.parametrize("function", ["calibrate", "finetune"])
+    def test_ctrl_c_at_a_random_moment_is_as_good_as_never(self, function, tmp_path):
+        whole, parts = tmp_path / "whole", tmp_path / "parts"
+        whole.mkdir()
+        parts.mkdir()
+        command = [sys.executable, learning_run.__file__, function, str(parts)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout is not None
+        process.stdout.readline()  # the first step is done
+        delay = random.SystemRandom().uniform(0, 0.1)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == -signal.SIGINT, "the process must end as after any Ctrl-C"
+        ended = [learning_run.learn(function, folder).state_dict() for folder in (parts, whole)]
+        assert same(*map(dict, ended)), f"interrupted after {delay} s"
+
+    def test_outside_the_main_thread(self, tmp_path):
+        model = bert(solver="sinkhorn")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lotformer.calibrate, model, batches(), steps=3, checkpoint=tmp_path / "c.pt").result()
+        whole = bert(solver="sinkhorn")
+        lotformer.calibrate(whole, batches(), steps=3)
+        assert same(mechanism_state(model), mechanism_state(whole))
+
+
+class TestCheckpoints:
+    """A checkpoint is taken up by the run it belongs to and by no other."""
+
+    def test_a_broken_one_is_named(self, tmp_path):
         path = tmp_path / "calibration.pt"
         path.write_bytes(b"nonsense")
-        with pytest.raises(ValueError, match=r"calibration.pt is not a checkpoint of this calibration"):
+        with pytest.raises(ValueError, match=r"calibration.pt is not a checkpoint"):
             lotformer.calibrate(bert(), batches(), steps=3, checkpoint=path)
+
+    def test_one_of_another_kind_of_run_is_refused(self, tmp_path):
+        lotformer.calibrate(bert(), batches(), steps=2, checkpoint=tmp_path / "run.pt")
+        with pytest.raises(ValueError, match="kind is fine-tuning here and calibration there"):
+            lotformer.finetune(bert(), batches(), steps=2, checkpoint=tmp_path / "run.pt")
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ({"steps": 5}, "settings.steps is 5 here and 3 there"),
+            ({"lr": 1e-3}, "settings.lr is 0.001 here"),
+            ({"seed": 1}, "settings.seed is 1 here and 0 there"),
+            ({"data": batches(7)}, "data is"),
+            ({"model": lambda: bert(eps=0.2)}, "mechanisms.encoder.layer.0"),
+            ({"model": lambda: bert(key_masses="uniform")}, "parameters.encoder"),
+        ],
+        ids=["steps", "lr", "seed", "data", "mechanism", "parameters"],
+    )
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_a_finished_one_of_another_run_is_refused_with_what_differs(self, function, change, told, tmp_path):
+        arguments = {"steps": 3, "checkpoint": tmp_path / "run.pt"}
+        function(bert(), batches(), **arguments)
+        change = dict(change)
+        model, data = change.pop("model", bert)(), change.pop("data", batches())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=rf"run.pt belongs to another run: .*{re.escape(told)}"):
+            function(model, data, **{**arguments, **change})
+        assert same(dict(model.state_dict()), before)
+
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_one_of_the_same_architecture_with_other_weights_is_refused(self, function, tmp_path):
+        arguments = {"steps": 3, "checkpoint": tmp_path / "run.pt"}
+        function(bert(), batches(), **arguments)
+        other = bert()
+        with torch.no_grad():
+            other.pooler.dense.weight[0, 0] += 1
+        with pytest.raises(ValueError, match=r"weights|teacher"):
+            function(other, batches(), **arguments)
+
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_a_finished_one_gives_the_result_again(self, function, tmp_path):
+        models = [bert(), bert()]
+        first, second = (function(m, batches(), steps=3, checkpoint=tmp_path / "run.pt") for m in models)
+        assert same(dict(models[0].state_dict()), dict(models[1].state_dict()))
+        assert first.losses == second.losses
+
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_a_missing_folder_is_noticed_before_the_first_batch(self, function, tmp_path):
+        def untouched():
+            raise AssertionError("the batches were read")
+            yield
+
+        with pytest.raises(FileNotFoundError, match=r"nowhere .*does not exist: create it first"):
+            function(bert(), untouched(), checkpoint=tmp_path / "nowhere" / "run.pt")
+
+
+class TestLoaders:
+    """What data loaders yield."""
+
+    @staticmethod
+    def loader(wrap) -> list:
+        generator = torch.Generator().manual_seed(0)
+        pairs = [(torch.randn(2, 3, 20, 20, generator=generator), torch.tensor([1, 4])) for _ in range(3)]
+        return [wrap(pair) for pair in pairs]
+
+    @staticmethod
+    def vit() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = SMALL["timm-vit"].build()
+        lotformer.convert(model, rank=6, solver="sinkhorn")
+        return model
+
+    @pytest.mark.parametrize("wrap", [list, tuple])
+    def test_pairs_of_images_and_labels_calibrate_as_the_images_alone(self, wrap):
+        models = [self.vit(), self.vit()]
+        for model, batch in zip(models, (wrap, lambda pair: pair[0]), strict=True):
+            lotformer.calibrate(model, self.loader(batch), steps=3)
+        assert same(mechanism_state(models[0]), mechanism_state(models[1]))
+
+    def test_a_data_loader_calibrates_and_fine_tunes(self):
+        data = torch.utils.data.TensorDataset(torch.randn(6, 3, 20, 20), torch.arange(6) % 5)
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        model = self.vit()
+        lotformer.calibrate(model, loader, steps=3)
+        task = torch.nn.functional.cross_entropy
+        report = lotformer.finetune(model, loader, loss=lambda out, batch: task(out, batch[1]), steps=30, lr=1e-2)
+        assert sum(report.losses[-3:]) < sum(report.losses[:3])
+
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_texts_are_refused_with_what_to_do(self, function):
+        with pytest.raises(TypeError, match=r"got str\. Tokenise texts first"):
+            function(bert(), ["text"])
+        with pytest.raises(TypeError, match=r"got list of str\. Tokenise"):
+            function(bert(), [["one", "two"]])
 
 
 def test_something_is_left_to_learn_from_when_all_should_be_held_back():

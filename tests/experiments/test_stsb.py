@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ class TestResuming:
 
         def interrupt(what: str, now: int, total: int) -> None:
             if what == "lot: fine-tuning without labels" and now == 3:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
         with pytest.raises(KeyboardInterrupt):
             stsb.run(checkpoint, data, tmp_path / "parts", ["lot"], BRIEF, interrupt)

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
-"""Inputs of a model: keyword arguments, positional arguments, or the one argument."""
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+"""A mapping holds keyword arguments of the model, a tensor is its one argument. A list or tuple is what data loaders
+yield: its first item holds the inputs, the others are labels, which only a task's loss looks at."""
+
+
+def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
+    """What a model is called with: keyword arguments or the one argument.
+
+    Raises:
+        TypeError: the batch is none of the accepted forms.
+    """
+    inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if not isinstance(inputs, (Mapping, Tensor)):
+        what = f"{type(batch).__name__} of {type(inputs).__name__}" if inputs is not batch else type(batch).__name__
+        hint = " Tokenise texts first, as in `tokenizer(texts, padding=True, return_tensors='pt')`."
+        raise TypeError(
+            "a batch must be a mapping of tensors, a tensor, or a pair (inputs, labels); "
+            f"got {what}.{hint if isinstance(inputs, str) else ''}"
+        )
+    return inputs
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
     """The model's output on a batch of any of the accepted forms."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    return model(batch)
+    inputs = inputs_of(batch)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
 def main_tensor(output: Any) -> Tensor:
@@ -47,7 +62,8 @@ def pooled(hidden: Tensor, batch: Batch) -> Tensor:
 
 def real_tokens(hidden: Tensor, batch: Batch) -> Tensor | None:
     """The padding mask of a batch `(B, N, 1)` in the dtype of its hidden states `(B, N, C)`, or None if it has none."""
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    inputs = inputs_of(batch)
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None or mask.dim() != 2 or hidden.dim() != 3 or mask.shape != hidden.shape[:2]:
         return None
     return mask[..., None].to(hidden.dtype)

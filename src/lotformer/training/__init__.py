@@ -1,1 +1,1 @@
-"""Training: what every loop shares."""
+"""Training: one loop for calibration, fine-tuning and training from scratch."""

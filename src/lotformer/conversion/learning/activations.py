@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, call
+from ...training.fingerprints import Fingerprint
 from ..hosts.sites import require_converted, substituted
 
 
@@ -66,6 +67,7 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
+        data: a fingerprint of the batches.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, memory_limit: int) -> None:
@@ -75,11 +77,13 @@ class Activations:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
         self._device = torch.device("cpu")
+        data = Fingerprint()
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
             for batch in batches:
                 self._keep(self._record(model, batch))
+                data.add(batch)
         except BaseException:
             self.close()
             raise
@@ -88,6 +92,7 @@ class Activations:
                 module.training = training
         if not self._kept:
             raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
+        self.data = str(data)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...data.batches import Batch
-from ...training.precision import Masters
-from ..hosts.sites import mechanism_of, require_converted
+from ...training.checkpoints import Checkpoint, check_writable
+from ...training.loop import Loop, LoopSettings, OnStep
+from ...training.stream import Shuffled
+from ...training.updates import LocalUpdates
+from ..hosts.sites import MECHANISM, mechanism_of, require_converted
 from .activations import Activations
 from .exact_share import ExactShare
+from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
 
 
@@ -71,7 +75,7 @@ def calibrate(
     patience: int = 4,
     memory_limit: int = 4 << 30,
     checkpoint: str | Path | None = None,
-    on_step: Callable[[int, int, float], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> CalibrationReport:
     """Fit the mechanisms of a converted model to the softmax attention they replaced; nothing else is trained.
 
@@ -80,7 +84,9 @@ def calibrate(
     differentiated. A few thousand unlabelled inputs of the kind the model serves are plenty.
 
     Args:
-        model: a converted model. batches: its inputs (mappings, tuples or tensors), with padding masks if padded.
+        model: a converted model.
+        batches: its inputs: mappings of keyword arguments (with padding masks if padded), tensors, or what a data
+            loader yields: lists and tuples whose first item holds the inputs and whose others, labels, are ignored.
         objective: "output" is the relative error after the output projection, "attention" the row-wise cross-entropy
             between the matrices (which it forms), "both" the first plus a tenth of the second.
         steps, lr: Adam steps, one batch each, and the learning rate, which decays along a cosine.
@@ -92,120 +98,123 @@ def calibrate(
             `evaluate_every` steps once solves are exact, with the mechanism as converted) are the ones that stay, and
             after `patience` measurements without a better one calibration stops.
         memory_limit: bytes of cached activations to hold in memory; the rest goes to a temporary folder.
-        checkpoint: a file to resume from if it exists, and to write when measuring or when interrupted.
+        checkpoint: a file to resume from if it exists, and to write every `evaluate_every` steps and when interrupted.
+            That of another model, other batches or other settings is refused.
         on_step: called with (step, steps, loss).
 
-    An interrupt leaves the model whole: mechanisms in place, with the parameters reached so far. Parameters in half
-    precision are trained through copies in fp32, so that small steps are not rounded away.
+    Ctrl-C and SIGTERM let the step finish, save, and leave the model whole: mechanisms in place, with the parameters
+    reached so far. A resumed run ends with the parameters, bit for bit, of one that was never interrupted. Parameters
+    in half precision are trained through copies in fp32, so that small steps are not rounded away.
     """
     check_objective(objective)
-    for name, value in (("steps", steps), ("evaluate_every", evaluate_every), ("patience", patience)):
+    for name, value in (("evaluate_every", evaluate_every), ("patience", patience)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
     for name, share in (("exact_share", exact_share), ("holdout", holdout)):
         if not 0 <= share <= 1:
             raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")
-    found = require_converted(model)
-    mechanisms = {name: mechanism_of(module) for name, module in found}
-    parameters = [p for mechanism in mechanisms.values() for p in mechanism.parameters() if p.requires_grad]
-    if not parameters:
+    settings = LoopSettings(steps, save_every=evaluate_every, seed=seed)
+    if checkpoint is not None:
+        check_writable(Path(checkpoint))
+    mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
+    trained = {
+        f"{layer}.{MECHANISM}.{name}": parameter
+        for layer, mechanism in mechanisms.items()
+        for name, parameter in mechanism.named_parameters()
+        if parameter.requires_grad
+    }
+    if not trained:
         raise ValueError("the mechanisms of this model have no trainable parameters: there is nothing to calibrate.")
     start = time.perf_counter()
     with Activations(model, batches, memory_limit=memory_limit) as cache, _training(mechanisms.values()):
-        trainer = _Trainer(cache, mechanisms, parameters, objective, steps, lr, seed, exact_share, holdout)
-        if checkpoint is not None and Path(checkpoint).exists():
-            trainer.load(Path(checkpoint))
-        else:
-            trainer.measure()
+        chosen = {"objective": objective, "lr": lr, "exact_share": exact_share, "holdout": holdout}
+        chosen |= {"evaluate_every": evaluate_every, "patience": patience, **dataclasses.asdict(settings)}
+        file = None
+        if checkpoint is not None:
+            file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, cache.data, host=True))
+        solver = ExactShare(mechanisms.values(), steps, exact_share)
+        work = _Calibration(cache, mechanisms, trained, solver, objective, steps, holdout, evaluate_every, patience)
+        updates = LocalUpdates(trained, [{"params": list(trained.values()), "lr": lr}], torch.optim.Adam)
+        loop = Loop(settings, work, Shuffled(work.pool, seed), updates, file, on_step)
         try:
-            while trainer.step < steps and trainer.bad_measurements < patience:
-                objective_now = trainer.advance()
-                if on_step is not None:
-                    on_step(trainer.step, steps, objective_now)
-                if trainer.step % evaluate_every == 0 or trainer.step == steps:
-                    # what sweeps have learned says little about the exact couplings before those had their turn
-                    if trainer.solver.reached(trainer.step) or trainer.step == steps:
-                        trainer.measure()
-                    if checkpoint is not None:
-                        trainer.save(Path(checkpoint))
-        except KeyboardInterrupt:
-            if checkpoint is not None:
-                trainer.save(Path(checkpoint))
-            raise
+            loop.run()
         finally:
-            trainer.solver.restore()
-        trainer.keep_best()
-        return CalibrationReport(
-            objective=objective,
-            steps=trainer.step,
-            best_step=trainer.best_step,
-            seconds=time.perf_counter() - start,
-            stopped="finished" if trainer.step >= steps else "no improvement",
-            error_before=trainer.first_errors,
-            error_after=trainer.best_errors,
-            losses=tuple(trainer.losses),
-        )
+            solver.restore()
+        work.keep_best()
+    return CalibrationReport(
+        objective=objective,
+        steps=loop.step,
+        best_step=work.best_step,
+        seconds=time.perf_counter() - start,
+        stopped="finished" if loop.step >= steps else "no improvement",
+        error_before=work.first_errors,
+        error_after=work.best_errors,
+        losses=tuple(loop.losses),
+    )
 
 
-class _Trainer:
-    """The loop's state: everything that a checkpoint must hold is here."""
+class _Calibration:
+    """What the loop does when it calibrates: every layer's objective, and which parameters did best so far."""
 
     def __init__(
         self,
         cache: Activations,
         mechanisms: dict[str, Attention],
-        parameters: list[nn.Parameter],
+        trained: dict[str, nn.Parameter],
+        solver: ExactShare,
         objective: Objective,
         steps: int,
-        lr: float,
-        seed: int,
-        exact_share: float,
         holdout: float,
+        evaluate_every: int,
+        patience: int,
     ) -> None:
-        self.cache, self.mechanisms, self.parameters, self.objective = cache, mechanisms, parameters, objective
+        self.cache, self.mechanisms, self.trained, self.solver = cache, mechanisms, trained, solver
+        self.objective, self.steps, self.evaluate_every, self.patience = objective, steps, evaluate_every, patience
         # evenly spaced: batches often come sorted by length
         held = min(round(holdout * len(cache)), len(cache) - 1) if len(cache) >= 5 else 0
         chosen = {int((i + 0.5) * len(cache) / held) for i in range(held)}
         self.pool = [i for i in range(len(cache)) if i not in chosen]
         self.held = sorted(chosen) or self.pool
-        self.steps = steps
-        self.solver = ExactShare(mechanisms.values(), steps, exact_share)
-        self.masters = Masters(parameters)
-        self.optimizer = torch.optim.Adam(self.masters.of(parameters), lr=lr)
-        self.lr = lr
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []
-        self.step = 0
-        self.losses: list[float] = []
         self.first_errors: dict[str, float] = {}
         self.best_errors: dict[str, float] = {}
         self.best_step = 0
-        self.best: list[Tensor] = []
+        self.best: dict[str, Tensor] = {}
         self.bad_measurements = 0
 
-    def advance(self) -> float:
-        """One Adam step on one batch; returns the objective averaged over layers."""
-        if not self.order:
-            self.order = torch.randperm(len(self.pool), generator=self.generator).tolist()
-        batch = self.cache[self.pool[self.order.pop()]]
-        self.solver.at(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.5 * self.lr * (1 + math.cos(math.pi * self.step / self.steps))
-        self.optimizer.zero_grad()
-        total = 0.0
-        for name, mechanism in self.mechanisms.items():  # a layer at a time: gradients do not meet
-            value = loss(mechanism, batch[name], self.cache.projections[name], self.objective)
-            (value / len(self.mechanisms)).backward()
-            total += float(value.detach())
-        self.masters.take_gradients()
-        self.optimizer.step()
-        self.masters.publish()
-        self.step += 1
-        self.losses.append(total / len(self.mechanisms))
-        return self.losses[-1]
+    def begin(self) -> None:
+        self._measure(0)
+
+    def losses(self, batch: int, step: int) -> Iterator[Tensor]:
+        """The mean over layers, a layer at a time: their gradients do not meet."""
+        self.solver.at(step)
+        seen = self.cache[batch]
+        for name, mechanism in self.mechanisms.items():
+            value = loss(mechanism, seen[name], self.cache.projections[name], self.objective)
+            yield value / len(self.mechanisms)
+
+    def after(self, step: int) -> bool:
+        # what sweeps have learned says little about the exact couplings before those had their turn
+        due = step % self.evaluate_every == 0 and self.solver.reached(step)
+        if due or step == self.steps:
+            self._measure(step)
+        return self.bad_measurements >= self.patience
 
     @torch.no_grad()
-    def measure(self) -> None:
+    def keep_best(self) -> None:
+        for name, parameter in self.trained.items():
+            parameter.copy_(self.best[name])
+
+    _STATE = ("first_errors", "best_errors", "best_step", "best", "bad_measurements")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._STATE:
+            setattr(self, name, state[name])
+
+    @torch.no_grad()
+    def _measure(self, step: int) -> None:
         """Relative output error of each layer on the held-back batches, with the mechanisms as converted."""
         self.solver.restore()
         errors = dict.fromkeys(self.mechanisms, 0.0)
@@ -217,45 +226,10 @@ class _Trainer:
         if not self.first_errors:
             self.first_errors = errors
         if not self.best_errors or sum(errors.values()) < sum(self.best_errors.values()):
-            self.best_errors, self.best_step, self.bad_measurements = errors, self.step, 0
-            self.best = [p.detach().clone() for p in self.parameters]
+            self.best_errors, self.best_step, self.bad_measurements = errors, step, 0
+            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         else:
             self.bad_measurements += 1
-
-    @torch.no_grad()
-    def keep_best(self) -> None:
-        for parameter, best in zip(self.parameters, self.best, strict=True):
-            parameter.copy_(best)
-
-    _STATE = ("step", "order", "losses", "first_errors", "best_errors", "best_step", "best", "bad_measurements")
-
-    def save(self, path: Path) -> None:
-        """Write the state; an interrupted write leaves the previous file alone."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in self._STATE}
-        state |= {
-            "parameters": [p.detach() for p in self.parameters],
-            "masters": self.masters.state(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-        }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
-
-    def load(self, path: Path) -> None:
-        try:
-            state = torch.load(path, weights_only=True)
-            for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
-                parameter.data.copy_(saved)
-            self.masters.load(state.get("masters", []))
-        except Exception as error:
-            raise ValueError(
-                f"{path} is not a checkpoint of this calibration: {error}. Delete it to start over."
-            ) from error
-        for name in self._STATE:
-            setattr(self, name, state[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,15 @@ from torch import Tensor, nn
 
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, call, main_tensor, pooled, real_tokens
-from ...training.precision import Masters, widened
+from ...training.checkpoints import Checkpoint, check_writable
+from ...training.fingerprints import fingerprint
+from ...training.loop import Loop, LoopSettings, OnStep
+from ...training.precision import widened
+from ...training.stream import Shuffled
+from ...training.updates import LocalUpdates, ParamGroup
 from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted
 from .exact_share import ExactShare
+from .identity import identity
 
 TaskLoss = Callable[[Any, Batch], Tensor]
 """Maps a model's output and the batch it came from to a scalar loss."""
@@ -40,7 +46,7 @@ class FinetuningReport:
 
 def finetune(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     *,
     teacher: nn.Module | None = None,
     loss: TaskLoss | None = None,
@@ -54,7 +60,7 @@ def finetune(
     exact_share: float = 1.0,
     seed: int = 0,
     checkpoint: str | Path | None = None,
-    on_step: Callable[[int, int, float], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> FinetuningReport:
     """Train every weight of a converted model (or, on a task, of any model: the baseline by the same loop).
 
@@ -64,49 +70,50 @@ def finetune(
     receives, mean over the layers. With `loss`, that is minimised, plus the imitation if a `teacher` is given too.
 
     Args:
-        batches: inputs, as in `calibrate`; a list, since steps visit them more than once.
+        batches: inputs, as in `calibrate`; a data loader or other iterable is read into a list, since steps visit
+            them more than once.
         teacher: the model to imitate; by default this model as it is now with softmax back in place. For
             `layer_weight` its attention modules must have the names they have in `model`.
-        loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`.
+        loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`, or
+            `lambda output, batch: cross_entropy(output, batch[1])` for pairs (inputs, labels).
         lr, mechanism_lr, weight_decay: of AdamW for the host's weights and for the mechanisms; a cosine for both.
         freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
         exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly; the rest
             runs Sinkhorn sweeps, which is cheaper and worse.
-        checkpoint, on_step, seed: as in `calibrate`; so is the training of parameters in half precision.
+        seed: of the order of batches and of dropout.
+        checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
+            checkpoint is written every 100 steps.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
+    settings = LoopSettings(steps, seed=seed)
+    if checkpoint is not None:
+        check_writable(Path(checkpoint))
+    batches = batches if isinstance(batches, Sequence) else list(batches)
     if not batches:
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
     if loss is None:
         require_converted(model)
         teacher = softmax_copy(model) if teacher is None else teacher
     start = time.perf_counter()
-    loss_of = _Loss(model, teacher, loss, hidden_weight, layer_weight)
-    modes = {module: module.training for module in model.modules()}
-    frozen = _freeze_embeddings(model) if freeze_embeddings else []
-    run = _Run(model, batches, steps, lr, mechanism_lr, weight_decay, exact_share, seed)
-    if checkpoint is not None and Path(checkpoint).exists():
-        run.load(Path(checkpoint))
-    model.train(loss is not None)  # imitation compares with a teacher that drops nothing
-    try:
-        while run.step < steps:
-            value = run.advance(loss_of)
-            if on_step is not None:
-                on_step(run.step, steps, value)
-            if checkpoint is not None and (run.step % 100 == 0 or run.step == steps):
-                run.save(Path(checkpoint))
-    except KeyboardInterrupt:
+    solver = ExactShare([mechanism_of(module) for _, module in converted(model)], steps, exact_share)
+    work = _Finetuning(_Loss(model, teacher, loss, hidden_weight, layer_weight), solver)
+    with _trainable(model, dropout=loss is not None, embeddings=not freeze_embeddings):
+        weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        groups = _groups(model, lr, mechanism_lr, weight_decay)
+        file, begun = None, None
         if checkpoint is not None:
-            run.save(Path(checkpoint))
-        raise
-    finally:
-        run.solver.restore()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        for module, training in modes.items():
-            module.training = training
-    return FinetuningReport(run.step, time.perf_counter() - start, tuple(run.losses))
+            chosen = {"lr": lr, "mechanism_lr": mechanism_lr, "weight_decay": weight_decay, "exact_share": exact_share}
+            chosen |= {"hidden_weight": hidden_weight, "layer_weight": layer_weight, "labels": loss is not None}
+            chosen |= {"freeze_embeddings": freeze_embeddings, **dataclasses.asdict(settings)}
+            taught = None if teacher is None else fingerprint(teacher.state_dict())
+            described = identity("fine-tuning", model, chosen, weights, fingerprint(batches))
+            file, begun = Checkpoint(checkpoint, {**described, "teacher": taught}), fingerprint(weights)
+        updates = LocalUpdates(weights, groups, torch.optim.AdamW, clip=1.0, start=begun)
+        loop = Loop(settings, work, Shuffled(batches, seed), updates, file, on_step)
+        try:
+            loop.run()
+        finally:
+            solver.restore()
+    return FinetuningReport(loop.step, time.perf_counter() - start, tuple(loop.losses))
 
 
 def softmax_copy(model: nn.Module) -> nn.Module:
@@ -190,87 +197,52 @@ def _relative_error(hidden: Tensor, target: Tensor, batch: Batch) -> Tensor:
     return ((hidden - target) * real).square().sum() / (target * real).square().sum().clamp_min(1e-12)
 
 
-def _freeze_embeddings(model: nn.Module) -> list[Tensor]:
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    for table in tables:
+@contextmanager
+def _trainable(model: nn.Module, *, dropout: bool, embeddings: bool) -> Iterator[None]:
+    """While inside, the model trains, with or without dropout and embedding tables; as before after."""
+    modes = {module: module.training for module in model.modules()}
+    tables = [] if embeddings else [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    frozen = [table for table in tables if table.requires_grad]
+    model.train(dropout)
+    for table in frozen:
         table.requires_grad_(False)
-    return tables
+    try:
+        yield
+    finally:
+        for table in frozen:
+            table.requires_grad_(True)
+        for module, training in modes.items():
+            module.training = training
 
 
-class _Run:
-    """The loop's state, which is what a checkpoint holds."""
+def _groups(model: nn.Module, lr: float, mechanism_lr: float, weight_decay: float) -> list[ParamGroup]:
+    """The host's weights, and the mechanisms: these learn faster and do not decay."""
+    own = {p for _, module in converted(model) for p in mechanism_of(module).parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p not in own], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in trained if p in own], "lr": mechanism_lr, "weight_decay": 0.0},
+    ]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Batch],
-        steps: int,
-        lr: float,
-        mechanism_lr: float,
-        weight_decay: float,
-        exact_share: float,
-        seed: int,
-    ) -> None:
-        self.model, self.batches, self.steps = model, batches, steps
-        mechanisms = [mechanism_of(module) for _, module in converted(model)]
-        self.solver = ExactShare(mechanisms, steps, exact_share)
-        own = {id(p) for mechanism in mechanisms for p in mechanism.parameters()}
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.masters = Masters(trained)
-        host, new = ([p for p in trained if (id(p) in own) == is_new] for is_new in (False, True))
-        groups: list[dict[str, Any]] = [
-            {"params": self.masters.of(host), "lr": lr, "weight_decay": weight_decay},
-            {"params": self.masters.of(new), "lr": mechanism_lr, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []
-        self.step = 0
-        self.losses: list[float] = []
 
-    def advance(self, loss_of: Callable[[Batch], Tensor]) -> float:
-        if not self.order:
-            self.order = torch.randperm(len(self.batches), generator=self.generator).tolist()
-        self.solver.at(self.step)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * self.step / self.steps))
-        value = loss_of(self.batches[self.order.pop()])
-        self.optimizer.zero_grad()
-        value.backward()
-        self.masters.take_gradients()
-        nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
-        self.optimizer.step()
-        self.masters.publish()
-        self.step += 1
-        self.losses.append(float(value.detach()))
-        return self.losses[-1]
+class _Finetuning:
+    """What the loop does when it fine-tunes: one loss; there is no state but the weights."""
 
-    def save(self, path: Path) -> None:
-        state = {
-            "step": self.step,
-            "order": self.order,
-            "losses": self.losses,
-            "model": self.model.state_dict(),
-            "masters": self.masters.state(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "random": torch.get_rng_state(),
-        }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
+    def __init__(self, loss_of: _Loss, solver: ExactShare) -> None:
+        self.loss_of, self.solver = loss_of, solver
 
-    def load(self, path: Path) -> None:
-        try:
-            state = torch.load(path, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.masters.load(state.get("masters", []))
-        except Exception as error:
-            raise ValueError(
-                f"{path} is not a checkpoint of this fine-tuning: {error}. Delete it to start over."
-            ) from error
-        self.step, self.order, self.losses = state["step"], state["order"], state["losses"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
-        torch.set_rng_state(state["random"])
+    def begin(self) -> None:
+        pass
+
+    def losses(self, batch: Batch, step: int) -> Iterator[Tensor]:
+        self.solver.at(step)
+        yield self.loss_of(batch)
+
+    def after(self, step: int) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass

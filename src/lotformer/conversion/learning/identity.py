@@ -1,0 +1,39 @@
+"""What a run of calibration or fine-tuning is made of: its checkpoint carries this and refuses anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...training.fingerprints import fingerprint, shapes
+from ..hosts.sites import converted, record_of
+
+
+def identity(
+    kind: str,
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    trained: Mapping[str, Tensor],
+    data: str,
+    *,
+    host: bool = False,
+) -> dict[str, Any]:
+    """Kind of run, settings, mechanisms, trained tensors (named as in the model's state dict) and data; with `host`,
+    the host's weights too.
+
+    The host's weights say which model this is as long as they do not change, that is, in calibration.
+    """
+    layers = {name: record_of(module) for name, module in converted(model)}
+    described: dict[str, Any] = {
+        "kind": kind,
+        "model": type(model).__name__,
+        "settings": dict(settings),
+        "mechanisms": {name: f"{r.mechanism} {dict(r.options)}" for name, r in layers.items() if r is not None},
+        "parameters": shapes(trained),
+        "data": data,
+    }
+    if host:
+        described["weights"] = fingerprint({n: v for n, v in model.state_dict().items() if n not in trained})
+    return described

@@ -1,0 +1,160 @@
+"""The loop: steps, schedule, accumulation, checkpoints, interrupts. Calibration, fine-tuning and training share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import random_state
+from .checkpoints import Checkpoint
+from .interrupts import Interrupts
+from .schedules import SCHEDULES
+from .stream import Stream
+from .updates import Updates
+
+OnStep = Callable[[int, int, float], None]
+"""Called after every step with (steps taken, steps in all, loss)."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long a run goes on and how its learning rates move.
+
+    Attributes:
+        steps: updates in all. accumulate: batches per update.
+        schedule: "cosine", "one-cycle" or "inverse-sqrt". warmup: steps of its rise. final: the factor it ends at.
+        save_every: steps between two checkpoints; the end and an interrupt write one too.
+        seed: of dropout and everything else that draws from the global generators.
+    """
+
+    steps: int
+    accumulate: int = 1
+    schedule: str = "cosine"
+    warmup: int = 0
+    final: float = 0.0
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.schedule not in SCHEDULES:
+            known = ", ".join(map(repr, SCHEDULES))
+            raise ValueError(f"schedule must be one of {known}, got {self.schedule!r}.")
+
+    def factor(self, step: int) -> float:
+        """The learning rate of a step, counted from 0, as a factor of its peak."""
+        return SCHEDULES[self.schedule](step, self.steps, self.warmup, self.final)
+
+
+class Work(Protocol):
+    """One use of the loop: what a step computes, and what else must survive an interruption."""
+
+    def begin(self) -> None:
+        """Called once when a run begins, not when it resumes."""
+
+    def losses(self, batch: Any, step: int) -> Iterable[Tensor]:
+        """The scalar losses of a batch. Each is differentiated before the next is asked for; their sum is reported."""
+
+    def after(self, step: int) -> bool:
+        """Called when `step` steps are done: measure, log. True ends the run early."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Loop:
+    """A run of `settings.steps` steps that may be cut short anywhere and ends as if it had not been.
+
+    Every step is a function of the state (weights, optimizer, position in the data, random generators), and the state
+    is what a checkpoint holds. SIGINT and SIGTERM let the step finish, save and stop; after anything harsher, the steps
+    since the last checkpoint are taken again. The caller's random generators are left as they were.
+
+    Attributes:
+        step: steps taken. losses: one number per step. ended_early: whether `work` ended the run.
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        work: Work,
+        stream: Stream,
+        updates: Updates,
+        checkpoint: Checkpoint | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.settings, self.work, self.stream, self.updates = settings, work, stream, updates
+        self.checkpoint, self.on_step = checkpoint, on_step
+        self.step = 0
+        self.losses: list[float] = []
+        self.ended_early = False
+
+    def run(self) -> None:
+        """Resume if there is a checkpoint, go on to the end.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, once the state is saved.
+        """
+        interrupts = Interrupts()
+        with random_state.isolated(self.settings.seed), interrupts:
+            if not self._resumed():
+                self.work.begin()
+            while not self.ended and interrupts.received is None:
+                self._advance()
+                if self.ended or self.step % self.settings.save_every == 0 or interrupts.received is not None:
+                    self._save()
+        interrupts.deliver()
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_early or self.step >= self.settings.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "losses": self.losses,
+            "ended_early": self.ended_early,
+            "work": self.work.state_dict(),
+            "stream": self.stream.state_dict(),
+            "updates": self.updates.state_dict(),
+            "random": random_state.capture(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.work.load_state_dict(state["work"])
+        self.updates.load_state_dict(state["updates"])
+        self.stream.load_state_dict(state["stream"])
+        self.step, self.losses, self.ended_early = state["step"], state["losses"], state["ended_early"]
+        random_state.restore(state["random"])
+
+    def _advance(self) -> None:
+        count, total = self.settings.accumulate, 0.0
+        for index in range(count):
+            batch = self.stream.next()
+            with self.updates.collecting(last=index == count - 1):
+                for loss in self.work.losses(batch, self.step):
+                    self.updates.backward(loss / count if count > 1 else loss)
+                    total += float(loss.detach())
+        self.updates.apply(self.settings.factor(self.step))
+        self.step += 1
+        self.losses.append(total / count)
+        if self.on_step is not None:
+            self.on_step(self.step, self.settings.steps, self.losses[-1])
+        self.ended_early = self.work.after(self.step)
+
+    def _resumed(self) -> bool:
+        state = None if self.checkpoint is None else self.checkpoint.read()
+        if self.checkpoint is None or state is None:
+            return False
+        self.checkpoint.refuse_if(self.updates.foreign(state["updates"]))
+        self.load_state_dict(state)
+        return True
+
+    def _save(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint.write(self.state_dict())

@@ -1,0 +1,47 @@
+"""Where a run gets its batches from: an endless stream that can say where it is and go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .random_state import seed_from
+
+
+class Stream(Protocol):
+    """Batches without end. `state_dict` describes the position between two calls of `next`."""
+
+    def next(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def permutation(length: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch: a pure function of its arguments, the same on every process."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed_from(seed, epoch))).tolist()
+
+
+class Shuffled:
+    """The items of a sequence, in a new order every epoch; a pure function of `seed` and how many were drawn."""
+
+    def __init__(self, items: Sequence[Any], seed: int) -> None:
+        self.items, self.seed = items, seed
+        self.drawn = 0
+        self._order: list[int] = []
+
+    def next(self) -> Any:
+        epoch, position = divmod(self.drawn, len(self.items))
+        if position == 0 or not self._order:
+            self._order = permutation(len(self.items), self.seed, epoch)
+        self.drawn += 1
+        return self.items[self._order[position]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.drawn, self._order = state["drawn"], []

@@ -1,0 +1,167 @@
+"""The file of a checkpoint is whole whatever happens, belongs to one run, and gets the user's permissions."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from lotformer.training.checkpoints import Checkpoint
+
+OWNER = {"kind": "test", "settings": {"lr": 0.1, "steps": 5}}
+
+
+def script(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_what_is_written_is_read(tmp_path):
+    checkpoint = Checkpoint(tmp_path / "run.pt", OWNER)
+    assert checkpoint.read() is None
+    for step in (1, 2):
+        checkpoint.write({"step": step, "weights": torch.arange(step)})
+    state = checkpoint.read()
+    assert state is not None
+    assert state["step"] == 2
+    assert torch.equal(state["weights"], torch.arange(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({**OWNER, "settings": {"lr": 0.2, "steps": 5}}, r"settings.lr is 0.2 here and 0.1 there"),
+        ({**OWNER, "data": "abc"}, r"data is abc here and absent there"),
+        ({f"k{i}": i for i in range(9)}, r"and \d+ more"),
+    ],
+    ids=["setting", "missing", "many"],
+)
+def test_the_file_of_another_run_is_refused_with_what_differs(other, told, tmp_path):
+    Checkpoint(tmp_path / "run.pt", OWNER).write({"step": 1})
+    with pytest.raises(ValueError, match=f"run.pt belongs to another run: .*{told}"):
+        Checkpoint(tmp_path / "run.pt", other).read()
+
+
+def test_another_format_is_refused(tmp_path):
+    torch.save({"format": 99, "belongs_to": OWNER, "state": {}}, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match="has checkpoint format 99"):
+        Checkpoint(tmp_path / "run.pt", OWNER).read()
+
+
+def test_a_file_with_code_in_it_is_not_run(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"format": 1, "belongs_to": OWNER, "state": Payload()}, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        Checkpoint(tmp_path / "run.pt", OWNER).read()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        Checkpoint(tmp_path / "run.pt", OWNER).write({"step": 1})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run.pt").stat().st_mode) == 0o640
+
+
+def test_a_missing_folder_and_a_folder_in_its_place_are_noticed_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist: create it first"):
+        Checkpoint(tmp_path / "nowhere" / "run.pt", OWNER)
+    with pytest.raises(IsADirectoryError, match="expected the path of a file"):
+        Checkpoint(tmp_path, OWNER)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to read-only folders")
+def test_a_read_only_folder_is_noticed_at_once(tmp_path):
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(PermissionError, match="is read-only"):
+            Checkpoint(tmp_path / "run.pt", OWNER)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_previous_state_still_loads(tmp_path):
+    process = script(
+        """
+        import resource, signal, sys, torch
+        from lotformer.training.checkpoints import Checkpoint
+        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
+        checkpoint.write({"step": 1, "weights": torch.ones(10)})
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes beyond the limit then fail as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        try:
+            checkpoint.write({"step": 2, "weights": torch.ones(1 << 20)})
+        except OSError as error:
+            print(error)
+        print(checkpoint.read()["step"])
+        """,
+        tmp_path / "run.pt",
+    )
+    said = process.communicate()[0].splitlines()
+    assert len(said) == 2, said
+    assert "could not be written" in said[0]
+    assert "the previous checkpoint is intact" in said[0]
+    assert said[1] == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_two_processes_do_not_collide(tmp_path):
+    code = """
+        import sys, torch
+        from lotformer.training.checkpoints import Checkpoint
+        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
+        for _ in range(30):
+            checkpoint.write({"weights": torch.full((1 << 14,), float(sys.argv[2]))})
+            weights = checkpoint.read()["weights"]
+            assert (weights == weights[0]).all()
+        """
+    processes = [script(code, tmp_path / "run.pt", number) for number in range(2)]
+    for process in processes:
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_kill_9_while_writing_leaves_a_whole_file(tmp_path):
+    Checkpoint(tmp_path / "run.pt", {"kind": "test"}).write({"weights": torch.zeros(1)})
+    process = script(
+        """
+        import sys, torch
+        from lotformer.training.checkpoints import Checkpoint
+        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
+        print("ready", flush=True)
+        while True:
+            checkpoint.write({"weights": torch.ones(1 << 20)})
+        """,
+        tmp_path / "run.pt",
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.kill()
+    process.communicate()
+    state = Checkpoint(tmp_path / "run.pt", {"kind": "test"}).read()
+    assert state is not None
+    assert (state["weights"] == state["weights"][0]).all()
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path):
+    old, young = (tmp_path / f"run.pt.{name}.partial" for name in ("old", "young"))
+    old.touch()
+    young.touch()
+    os.utime(old, (0, 0))
+    Checkpoint(tmp_path / "run.pt", OWNER)
+    assert not old.exists()
+    assert young.exists()
