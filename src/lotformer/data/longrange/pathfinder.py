@@ -1,0 +1,118 @@
+"""Pathfinder: are the two dots the ends of one dashed contour, or of two?
+
+The published stimulus (Linsley et al. 2018) with the arena's parameters: two contours of 14 dashes that start near the
+centre, five short distractors, two dots. Every image has the same parts, whatever its label: the dots mark the start of
+one contour and the end of the same (1) or of the other one (0).
+
+Where ours differs: directions lie on a lattice of 16, and contours and distractors are equally bright, so that
+brightness does not even tell which dashes matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .contours import SIDE, draw
+from .store import Shard
+
+SIZES: Mapping[str, int] = {"train": 160_000, "dev": 20_000, "test": 20_000}
+
+_PER_SHARD = 2_000
+
+
+@dataclass(frozen=True)
+class Pathfinder:
+    """Generated images, as many of one label as of the other in each shard."""
+
+    seed: int = 0
+    sizes: Mapping[str, int] = field(default_factory=lambda: dict(SIZES))
+
+    task: ClassVar[str] = "pathfinder"
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        return {"task": self.task, "source": "generated", **asdict(self)}
+
+    def shards(self) -> dict[str, int]:
+        return {split: -(-size // _PER_SHARD) for split, size in self.sizes.items()}
+
+    def make(self, split: str, number: int) -> Shard:
+        first = number * _PER_SHARD
+        count = min(_PER_SHARD, self.sizes[split] - first)
+        rng = np.random.default_rng([self.seed, list(self.sizes).index(split), number])
+        labels = rng.permutation(np.arange(count) % 2)
+        images = draw(rng, labels)
+        return Shard.of_single(list(images.reshape(count, -1)), labels, first)
+
+
+@dataclass(frozen=True)
+class PathfinderFiles:
+    """The released images, `<folder>/imgs/*/*.png` with `<folder>/metadata/*.npy`, split 80/10/10 by the seed.
+
+    A folder is one of `curv_baseline`, `curv_contour_length_9` and `curv_contour_length_14` (the arena's).
+    """
+
+    folder: Path
+    seed: int = 0
+
+    task: ClassVar[str] = "pathfinder-released"
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        rows = self._rows()
+        return {"task": self.task, "source": "png", "seed": self.seed, "folder": self.folder.name, "images": len(rows)}
+
+    def shards(self) -> dict[str, int]:
+        return {split: -(-len(part) // _PER_SHARD) for split, part in self._parts().items()}
+
+    def make(self, split: str, number: int) -> Shard:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise ImportError("reading images needs Pillow: pip install 'lotformer[vision]'.") from error
+
+        first = number * _PER_SHARD
+        images, labels = [], []
+        for path, label in self._parts()[split][first : first + _PER_SHARD]:
+            try:
+                with Image.open(path) as image:
+                    pixels = np.asarray(image.convert("L"))
+            except OSError as error:
+                raise ValueError(f"{path} is not a readable image: {error}.") from error
+            if pixels.shape != (SIDE, SIDE):
+                raise ValueError(f"{path}: expected {SIDE}×{SIDE} pixels, got {pixels.shape[1]}×{pixels.shape[0]}.")
+            images.append(pixels.reshape(-1))
+            labels.append(label)
+        return Shard.of_single(images, labels, first)
+
+    def _parts(self) -> dict[str, list[tuple[Path, int]]]:
+        rows = self._rows()
+        order = np.random.default_rng(self.seed).permutation(len(rows))
+        cuts = (0, len(rows) * 8 // 10, len(rows) * 9 // 10, len(rows))
+        return {
+            split: [rows[i] for i in order[start:end]]
+            for split, start, end in zip(SIZES, cuts[:-1], cuts[1:], strict=True)
+        }
+
+    def _rows(self) -> list[tuple[Path, int]]:
+        """Image and label by the metadata, text files despite their name; empty images of the release are left out."""
+        tables = sorted((self.folder / "metadata").glob("*.npy"))
+        if not tables:
+            raise FileNotFoundError(f"no Pathfinder set: expected {self.folder}/metadata/*.npy and {self.folder}/imgs.")
+        rows = []
+        for table in tables:
+            for line in table.read_text(encoding="utf-8").splitlines():
+                columns = line.split()
+                if len(columns) < 4 or columns[3] not in ("0", "1"):
+                    raise ValueError(f"{table}: expected folder, file, number, label …, got {line!r}.")
+                path = self.folder / columns[0] / columns[1]
+                if not path.is_file():
+                    raise FileNotFoundError(f"{table} names {path}, which does not exist.")
+                if path.stat().st_size:
+                    rows.append((path, int(columns[3])))
+        return rows
