@@ -1,0 +1,36 @@
+"""Vision models with any mechanism in their attention slots, registered with timm when this package is imported.
+
+    import timm, lotformer.models
+    model = timm.create_model("lot_deit_tiny_patch16_224", num_classes=10, img_size=(128, 192))
+    model = timm.create_model("lot_deit_tiny_patch16_224", attention="polaformer")
+
+`lot_deit_{tiny,small,base}_patch16_224`, their `_distilled_` twins, `lot_vit_half`, `lot_swin_tiny` and `lot_pvt_tiny`
+all take, beside what the timm class takes:
+
+    attention            the mechanism by its name in `lotformer.attention.names()`; "lot" by default
+    attention_options    its own options, over the defaults of `image_attention`
+    softmax_prefix       whether special tokens read by softmax while the mechanism mixes the patches; True by default
+"""
+
+from .. import _torchvision
+
+_torchvision.prepare()
+
+try:
+    import timm  # noqa: F401  its absence is the one thing to explain; the modules below import it by name
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("lotformer.models needs timm: pip install 'lotformer[vision]'.") from error
+
+from .pvt import PyramidVisionTransformer
+from .slot import ImageAttention, image_attention
+from .swin import LOTSwinTransformer
+from .vit import LOTVisionTransformer, LOTVisionTransformerDistilled
+
+__all__ = [
+    "ImageAttention",
+    "LOTSwinTransformer",
+    "LOTVisionTransformer",
+    "LOTVisionTransformerDistilled",
+    "PyramidVisionTransformer",
+    "image_attention",
+]

@@ -1,0 +1,93 @@
+"""What goes into the attention slot of a vision model: any mechanism, with special tokens and a token grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import Attention
+from ..attention.masking import zero_padding
+from ..layers import AttentionLayer
+from ..nn.prefix import PrefixRows
+
+Grid = tuple[int, int]
+
+
+class PrefixedAttention(Attention):
+    """Special tokens read the whole sequence by softmax; `inner` mixes the tokens after them among themselves."""
+
+    def __init__(self, inner: Attention, prefix_tokens: int) -> None:
+        super().__init__(inner.head_dim, inner.num_heads)
+        self.prefix_tokens = prefix_tokens
+        self.prefix = PrefixRows()
+        self.inner = inner
+
+    def why_equal_lengths(self) -> str | None:
+        return "its special tokens are queries and keys"
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: Grid | None = None,
+    ) -> Tensor:
+        special = self.prefix_tokens
+        clean_k, clean_v = zero_padding(k, key_mask), zero_padding(v, key_mask)
+        rows = self.prefix(zero_padding(q, query_mask)[:, :, :special], clean_k, clean_v, key_mask)
+        rows = zero_padding(rows, None if query_mask is None else query_mask[:, :special])
+        q, k, v = (x[:, :, special:] for x in (q, k, v))
+        key_mask, query_mask = (None if mask is None else mask[:, special:] for mask in (key_mask, query_mask))
+        return torch.cat([rows, self.inner(q, k, v, key_mask, query_mask, grid=grid)], 2)
+
+
+class ImageAttention(AttentionLayer):
+    """An attention layer of a vision model, whose first `prefix_tokens` tokens may read by softmax.
+
+    That is an option of LOT's own; other mechanisms are put into a `PrefixedAttention`.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *, mechanism: str, prefix_tokens: int = 0, **words: Any) -> None:
+        if mechanism == "lot":
+            words["prefix_tokens"] = prefix_tokens
+        super().__init__(dim, num_heads, mechanism, **words)
+        if prefix_tokens and mechanism != "lot":
+            self.mechanism = PrefixedAttention(self.mechanism, prefix_tokens)
+
+
+def image_attention(
+    mechanism: str, options: Mapping[str, Any] | None = None, *, special_tokens: int = 0, softmax_prefix: bool = True
+) -> type[ImageAttention]:
+    """What timm's `attn_layer` takes.
+
+    LOT gets the paper's best setting: 32 pivots; where special tokens read by softmax, with polarised scores; and a
+    2-D convolution of the patches, unless special tokens are among what is coupled. Softmax attention needs no prefix:
+    its special tokens read by softmax already.
+    """
+    prefix_tokens = special_tokens if softmax_prefix and mechanism != "softmax" else 0
+    chosen: dict[str, Any] = {}
+    if mechanism == "lot":
+        chosen["rank"] = 32
+        chosen["polarize_prefix"] = prefix_tokens > 0
+        chosen["local_conv"] = "2d" if prefix_tokens == special_tokens else None
+    chosen.update(options or {})
+    return ImageAttention.with_options(mechanism=mechanism, prefix_tokens=prefix_tokens, **chosen)
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Full names of the parameters that attention layers keep from weight decay."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, AttentionLayer))
+    return {f"{name}.{parameter}" for name, layer in layers for parameter in layer.no_weight_decay()}
+
+
+def tell_grid(blocks: nn.Module, grid: Grid) -> None:
+    """Write the grid to every layer below `blocks`: hosts do not hand it to their attention."""
+    for layer in blocks.modules():
+        if isinstance(layer, AttentionLayer):
+            layer.grid_size = grid
