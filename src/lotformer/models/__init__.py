@@ -12,15 +12,7 @@ all take, beside what the timm class takes:
     softmax_prefix       whether special tokens read by softmax while the mechanism mixes the patches; True by default
 """
 
-from .. import _torchvision
-
-_torchvision.prepare()
-
-try:
-    import timm  # noqa: F401  its absence is the one thing to explain; the modules below import it by name
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("lotformer.models needs timm: pip install 'lotformer[vision]'.") from error
-
+from . import _timm  # noqa: F401  first
 from .pvt import PyramidVisionTransformer
 from .slot import ImageAttention, image_attention
 from .swin import LOTSwinTransformer

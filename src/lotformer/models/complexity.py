@@ -15,7 +15,7 @@ from ..attention.lot import LOT
 
 @dataclass(frozen=True)
 class Complexity:
-    """`macs` is what papers on vision models call FLOPs: multiply-adds of the products and convolutions of one image."""
+    """`macs` are what papers on vision models call FLOPs: multiply-adds of products and convolutions for one image."""
 
     parameters: int
     macs: float

@@ -125,18 +125,17 @@ class PyramidVisionTransformer(nn.Module):
             reduction *= patch_size
             self.feature_info.append({"num_chs": dim, "reduction": reduction, "module": f"stages.{index}"})
         self.stages = nn.ModuleList(stages)
-        self.norm = norm_layer(embed_dims[-1])
+        self.norm: nn.Module = norm_layer(embed_dims[-1])
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dims[-1], num_classes) if num_classes > 0 else nn.Identity()
         named_apply(get_init_weights_vit("", needs_reset=False), self)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Normalised tokens of the last stage, `(B, 1 + N, dim)`."""
-        for index, stage in enumerate(self.stages):
+        for stage in self.stages:
             tokens, grid = stage(x)
-            if index < len(self.stages) - 1:
-                x = _as_map(tokens, grid)
-        return self.norm(tokens)
+            x = tokens if stage.cls_token is not None else _as_map(tokens, grid)
+        return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.head_drop(x[:, 0] if self.global_pool else x)
@@ -161,8 +160,10 @@ class PyramidVisionTransformer(nn.Module):
         maps = []
         for index, stage in enumerate(self.stages[: deepest + 1] if stop_early else self.stages):
             tokens, grid = stage(x)
-            last = index == len(self.stages) - 1
-            x = _as_map((self.norm(tokens) if norm else tokens)[:, 1:] if last else tokens, grid)
+            if stage.cls_token is None:
+                x = _as_map(tokens, grid)
+            else:
+                x = _as_map((self.norm(tokens) if norm else tokens)[:, 1:], grid)
             if index in wanted:
                 maps.append(x)
         return maps if intermediates_only else (self.norm(tokens), maps)
@@ -189,7 +190,7 @@ class PyramidVisionTransformer(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         for stage in self.stages:
-            stage.grad_checkpointing = enable
+            stage.grad_checkpointing = enable  # type: ignore[assignment]  # nn.Module types its attributes
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         return {"stem": r"^stages\.0\.patch_embed", "blocks": r"^stages\.(\d+)"}

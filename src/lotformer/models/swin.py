@@ -22,7 +22,7 @@ class WholeMapBlock(SwinTransformerBlock):
         self.input_resolution = block.input_resolution
         self.norm1, self.norm2, self.mlp = block.norm1, block.norm2, block.mlp
         self.drop_path1, self.drop_path2 = block.drop_path1, block.drop_path2
-        self.attn = attn
+        self.attn: nn.Module = attn  # type: ignore[assignment]  # timm has a window here
 
     def _attn(self, x: Tensor) -> Tensor:
         return self.attn(x.flatten(1, 2), grid=(x.shape[1], x.shape[2])).reshape(x.shape)
@@ -66,7 +66,8 @@ class LOTSwinTransformer(SwinTransformer):
             "device": kwargs.get("device"),
             "dtype": kwargs.get("dtype"),
         }
-        for stage in self.layers[:map_stages]:
+        stages: list[Any] = list(self.layers)
+        for stage in stages[:map_stages]:
             for index, block in enumerate(stage.blocks):
                 attn = slot(block.dim, num_heads=block.attn.num_heads, **words)
                 named_apply(get_init_weights_vit(self.weight_init_mode, needs_reset=False), attn)

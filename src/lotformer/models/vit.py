@@ -36,14 +36,14 @@ class _AttentionByName(_Base):
             special_tokens=self._special_tokens(kwargs),
             softmax_prefix=softmax_prefix,
         )
-        super().__init__(*args, attn_layer=slot, **kwargs)
+        super().__init__(*args, **{**kwargs, "attn_layer": slot})
 
     @staticmethod
     def _special_tokens(kwargs: Mapping[str, Any]) -> int:
         return int(kwargs.get("class_token", True)) + int(kwargs.get("reg_tokens", 0))
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        tell_grid(self.blocks, tuple(x.shape[1:3]) if self.dynamic_img_size else self.patch_embed.grid_size)
+        tell_grid(self.blocks, (x.shape[1], x.shape[2]) if self.dynamic_img_size else self.patch_embed.grid_size)
         return super()._pos_embed(x)
 
     def no_weight_decay(self) -> set[str]:

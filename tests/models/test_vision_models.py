@@ -1,0 +1,249 @@
+"""The registered vision models: what timm promises of its own, with any mechanism, size and set of special tokens."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+
+import lotformer.models  # first: it makes torchvision importable and registers the models
+
+# isort: split
+import timm
+import torch
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+
+from lotformer import attention
+from lotformer.models.swin import WholeMapBlock
+
+DEITS = [f"lot_deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")]
+NAMES = sorted([*DEITS, "lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
+
+SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+SMALL: dict[str, dict[str, object]] = {
+    **dict.fromkeys(NAMES, SMALL_VIT),
+    "lot_swin_tiny": {
+        "img_size": 32, "window_size": 2, "embed_dim": 8, "depths": (1, 2, 2, 1), "num_heads": (1, 2, 2, 2),
+    },
+    "lot_pvt_tiny": {"img_size": 32, "embed_dims": (8, 16, 16, 24), "depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 3)},
+}  # fmt: skip
+
+NEEDS_OPTIONS: dict[str, dict[str, object]] = {
+    "local": {"block_size": 4},
+    "longformer": {"window": 4},
+    "bigbird": {"block_size": 4, "random_blocks": 1},
+    "reformer": {"chunk_size": 4},
+    "informer": {},
+}
+
+
+def small(name: str, **kwargs: object) -> nn.Module:
+    return timm.create_model(name, num_classes=5, **{**SMALL[name], **kwargs})
+
+
+def images(height: int = 32, width: int = 32) -> Tensor:
+    return torch.randn(2, 3, height, width)
+
+
+def test_all_models_are_registered_and_only_their_package_imports_timm() -> None:
+    code = (
+        "import sys, lotformer; assert 'timm' not in sys.modules;"
+        "import lotformer.models, timm; print(*timm.list_models('lot_*'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_learns(name: str) -> None:
+    model = small(name, drop_path_rate=0.1).train()
+    logits = model(images())
+    assert logits.shape == (2, 5)
+    logits.square().sum().backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_and_intermediates_keep_the_shape_of_the_image(name: str) -> None:
+    size = {"img_size": (32, 64)}
+    indices = [0, 1]
+    features = timm.create_model(name, features_only=True, out_indices=indices, **{**SMALL[name], **size})
+    maps = features(images(32, 64))
+    if name == "lot_swin_tiny":
+        maps = [x.permute(0, 3, 1, 2) for x in maps]
+    reductions = features.feature_info.reduction()
+    assert [tuple(x.shape[2:]) for x in maps] == [(32 // r, 64 // r) for r in reductions]
+    model = small(name, **size).eval()
+    final, intermediates = model.forward_intermediates(images(32, 64), indices=indices)
+    assert [x.shape[1:] for x in intermediates] == [x.shape[1:] for x in maps]
+    only = model.forward_intermediates(images(32, 64), indices=indices, stop_early=True, intermediates_only=True)
+    assert len(only) == len(indices)
+    assert final.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lot_vit_half", "lot_deit_tiny_distilled_patch16_224"])
+def test_a_vit_takes_images_of_any_shape_at_run_time(name: str) -> None:
+    model = small(name, dynamic_img_size=True).eval()
+    for height, width in ((32, 32), (16, 40), (64, 24)):
+        assert model(images(height, width)).shape == (2, 5)
+        assert {block.attn.grid_size for block in model.blocks} == {(height // 8, width // 8)}
+
+
+def test_the_input_size_can_be_changed_after_construction() -> None:
+    for name in ("lot_vit_half", "lot_swin_tiny"):
+        model = small(name).eval()
+        model.set_input_size(img_size=(64, 32))
+        assert model(images(64, 32)).shape == (2, 5)
+    assert small("lot_pvt_tiny").eval()(images(64, 96)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "special"),
+    [
+        ("lot_vit_half", {}, 1),
+        ("lot_vit_half", {"reg_tokens": 3}, 4),
+        ("lot_vit_half", {"class_token": False, "global_pool": "avg"}, 0),
+        ("lot_deit_tiny_distilled_patch16_224", {}, 2),
+    ],
+)
+@pytest.mark.parametrize("mechanism", ["lot", "polaformer"])
+def test_special_tokens_stay_out_of_the_coupling(
+    name: str, options: dict[str, object], special: int, mechanism: str
+) -> None:
+    model = small(name, attention=mechanism, **options)
+    assert model.num_prefix_tokens == special
+    assert all(getattr(block.attn.mechanism, "prefix_tokens", 0) == special for block in model.blocks)
+    assert model(images()).shape == (2, 5)
+
+
+def test_without_a_softmax_prefix_every_token_is_coupled() -> None:
+    model = small("lot_vit_half", softmax_prefix=False)
+    q = torch.randn(2, 3, 17, 8)
+    coupling = model.blocks[0].attn.mechanism.coupling(q, q)
+    assert coupling.dense().shape[-2:] == (17, 17)
+
+
+@pytest.mark.parametrize("mechanism", [name for name in attention.names() if not attention.entry(name).fixed_length])
+def test_any_mechanism_by_name(mechanism: str) -> None:
+    model = small("lot_vit_half", attention=mechanism, attention_options=NEEDS_OPTIONS.get(mechanism))
+    logits = model(images())
+    assert logits.shape == (2, 5)
+    assert logits.isfinite().all()
+
+
+def test_an_unknown_mechanism_is_named() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'polaformer'"):
+        small("lot_vit_half", attention="polarformer")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("lot_vit_half", "deit_tiny_patch16_224"),
+        ("lot_deit_tiny_distilled_patch16_224", "deit_tiny_distilled_patch16_224"),
+    ],
+)
+def test_with_softmax_a_deit_is_timms(ours: str, theirs: str) -> None:
+    reference = timm.create_model(theirs, num_classes=5, **SMALL[ours]).eval()
+    model = small(ours, attention="softmax").eval()
+    model.load_state_dict(reference.state_dict(), strict=True)
+    x = images()
+    torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_timms_deit_load_around_the_new_attention() -> None:
+    reference = timm.create_model("deit_tiny_patch16_224", num_classes=5, **SMALL_VIT)
+    result = small("lot_vit_half").load_state_dict(reference.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert all(".attn.mechanism." in key for key in result.missing_keys)
+
+
+def test_swin_mixes_whole_maps_first_and_windows_later() -> None:
+    model = small("lot_swin_tiny")
+    kinds = [{type(block) for block in stage.blocks} for stage in model.layers]
+    assert kinds == [{WholeMapBlock}, {WholeMapBlock}, {SwinTransformerBlock}, {SwinTransformerBlock}]
+
+
+def test_with_softmax_swin_is_timms_with_windows_as_large_as_the_map() -> None:
+    sizes = {**SMALL["lot_swin_tiny"], "window_size": 8}
+    reference = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **sizes).eval()
+    for key, parameter in reference.named_parameters():
+        if "relative_position_bias_table" in key:
+            nn.init.zeros_(parameter)  # softmax attention of the zoo knows no positions
+    model = small("lot_swin_tiny", attention="softmax", window_size=8).eval()
+    result = model.load_state_dict(reference.state_dict(), strict=False)
+    assert result.missing_keys == []
+    assert all("relative_position_bias_table" in key for key in result.unexpected_keys)
+    x = images()
+    torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-5)
+
+
+def test_with_softmax_pvt_is_transformers_pvt_without_reduction() -> None:
+    from transformers import PvtConfig, PvtForImageClassification
+
+    widths, depths, heads = (8, 16, 16, 24), (1, 1, 2, 1), (1, 2, 2, 3)
+    config = PvtConfig(
+        image_size=32, hidden_sizes=widths, depths=depths, num_attention_heads=heads,
+        sequence_reduction_ratios=(1, 1, 1, 1), num_labels=5,
+    )  # fmt: skip
+    theirs = PvtForImageClassification(config).eval()
+    ours = small("lot_pvt_tiny", attention="softmax").eval()
+    ours.load_state_dict(_from_transformers(theirs.state_dict(), depths), strict=True)
+    x = images()
+    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
+
+
+def _from_transformers(state: dict[str, Tensor], depths: tuple[int, ...]) -> dict[str, Tensor]:
+    parts = {
+        "layer_norm_1": "norm1", "layer_norm_2": "norm2", "mlp.dense1": "mlp.fc1", "mlp.dense2": "mlp.fc2",
+        "attention.output.dense": "attn.proj",
+    }  # fmt: skip
+    made: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        made[f"norm.{kind}"] = state[f"pvt.encoder.layer_norm.{kind}"]
+        made[f"head.{kind}"] = state[f"classifier.{kind}"]
+    for stage, depth in enumerate(depths):
+        theirs, ours = f"pvt.encoder.patch_embeddings.{stage}", f"stages.{stage}"
+        made[f"{ours}.pos_embed"] = state[f"{theirs}.position_embeddings"]
+        if f"{theirs}.cls_token" in state:
+            made[f"{ours}.cls_token"] = state[f"{theirs}.cls_token"]
+        for kind in ("weight", "bias"):
+            made[f"{ours}.patch_embed.proj.{kind}"] = state[f"{theirs}.projection.{kind}"]
+            made[f"{ours}.patch_embed.norm.{kind}"] = state[f"{theirs}.layer_norm.{kind}"]
+            for index in range(depth):
+                block, made_block = f"pvt.encoder.block.{stage}.{index}", f"{ours}.blocks.{index}"
+                for old, new in parts.items():
+                    made[f"{made_block}.{new}.{kind}"] = state[f"{block}.{old}.{kind}"]
+                qkv = [state[f"{block}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
+                made[f"{made_block}.attn.qkv.{kind}"] = torch.cat(qkv)
+    return made
+
+
+@pytest.mark.parametrize("name", ["lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
+def test_pivots_and_masses_do_not_decay_in_timms_optimizer(name: str) -> None:
+    model = small(name)
+    optimizer = create_optimizer_v2(model, opt="adamw", weight_decay=0.05)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] > 0 for p in group["params"]}
+    names = {key for key, p in model.named_parameters() if id(p) in decayed}
+    assert names
+    assert not {key for key in names if ".pivots." in key or key.endswith(("pos_embed", "cls_token"))}
+
+
+@pytest.mark.parametrize("name", ["lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
+def test_models_copy_and_pickle(name: str) -> None:
+    model = small(name).eval()
+    x = images()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        torch.testing.assert_close(twin(x), model(x), rtol=0, atol=0)
+
+
+def test_exports_are_what_the_package_lists() -> None:
+    assert all(hasattr(lotformer.models, name) for name in lotformer.models.__all__)
