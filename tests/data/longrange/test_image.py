@@ -84,8 +84,7 @@ def test_documents_are_numbered_through_the_split(small):
 
 
 @pytest.mark.parametrize(
-    ("colour", "grey"),
-    [((255, 255, 255), 255), ((0, 0, 0), 0), ((255, 0, 0), 76), ((0, 255, 0), 149), ((0, 0, 255), 29)],
+    ("colour", "grey"), [("ffffff", 255), ("000000", 0), ("ff0000", 76), ("00ff00", 149), ("0000ff", 29)]
 )
 def test_grey_is_tensorflows(colour, grey):
     assert image.greyscale(np.frombuffer(bytes.fromhex(colour), np.uint8).reshape(1, 1, 1, 3)).item() == grey
