@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, experiment, figures, zoo
+from . import bench, data, experiment, figures, zoo
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
@@ -24,6 +24,7 @@ def main() -> None:
 
 
 app.command()(doctor)
+app.add_typer(data.app, name="data")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(figures.app, name="figures")
 app.add_typer(bench.app, name="bench")
