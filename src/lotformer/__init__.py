@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _torchvision, _transformers_hook, attention
 from .layers import AttentionLayer, LOTAttention
-from .nn import PivotMeasure
+from .nn import PivotMeasure, no_weight_decay
 from .ops import Coupling, coupling, lot_attention
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = [
     "coupling",
     "finetune",
     "lot_attention",
+    "no_weight_decay",
     "revert",
 ]
 

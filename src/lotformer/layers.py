@@ -141,11 +141,6 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"`mask`: expected {expected}, got {mask.dtype} {tuple(mask.shape)}.")
         return mask
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that should not decay, for optimisers that ask (timm's do)."""
-        inner = getattr(self.mechanism, "no_weight_decay", set)
-        return {f"mechanism.{name}" for name in inner()}
-
 
 @documents(LOTOptions)
 class LOTAttention(AttentionLayer):

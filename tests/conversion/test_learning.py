@@ -378,7 +378,7 @@ class TestHalfPrecision:
     def test_calibration_keeps_small_steps(self):
         model = self.half()
         report = lotformer.calibrate(model, batches(), steps=40, lr=1e-3, evaluate_every=20)
-        weights = [m.key_masses.query_weight for m in model.modules() if isinstance(m, LOT)]
+        weights = [m.key_masses.query_weight.bias for m in model.modules() if isinstance(m, LOT)]
         assert all(weight.dtype == torch.bfloat16 for weight in weights)
         assert all((weight != 1).any() for weight in weights)
         assert report.mean_error_after < report.mean_error_before

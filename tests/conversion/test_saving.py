@@ -93,9 +93,9 @@ def test_a_plain_checkpoint_loads_with_lot_attention(tmp_path):
     model = transformers.MarianMTModel.from_pretrained(tmp_path, attn_implementation="lot").eval()
     names = [name for name, _ in converted(model)]
     assert names == ["model.encoder.layers.0.self_attn", "model.encoder.layers.1.self_attn"]
-    points = model.model.encoder.layers[0].self_attn.mechanism.pivots.points
+    points = model.model.encoder.layers[0].self_attn.mechanism.pivots.points.bias
     assert 0.015 < float(points.detach().std()) < 0.025
-    assert float(model.model.encoder.layers[0].self_attn.mechanism.key_masses.query_weight.detach().min()) == 1.0
+    assert float(model.model.encoder.layers[0].self_attn.mechanism.key_masses.query_weight.bias.detach().min()) == 1.0
     assert output(model, batch).isfinite().all()
     lotformer.revert(model)
     assert torch.equal(output(model, batch), output(plain, batch))

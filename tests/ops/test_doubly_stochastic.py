@@ -145,7 +145,7 @@ def test_sweeps_stay_finite_when_a_pivot_has_no_mass():
 def test_learned_pivot_masses_keep_the_matrix_doubly_stochastic():
     layer = lotformer.attention.build("lot", head_dim=8, num_heads=2, rank=6, solver="newton", mass_temperature=0.1)
     with torch.no_grad():
-        layer.pivots.logits.normal_(std=0.2)
+        layer.pivots.logits.bias.normal_(std=0.2)
     q, k = torch.randn(2, 1, 2, 33, 8)
     plan = layer.coupling(q, k)
     assert plan.masses.max() / plan.masses.min() > 5

@@ -99,7 +99,7 @@ def test_pooling_follows_its_formula_over_real_keys():
     for b in range(2):
         for h in range(2):
             real = k[b, h, mask[b]]
-            torch.testing.assert_close(got[b, h], 0.3 * (pooling.directions[h] @ real.T).softmax(-1) @ real)
+            torch.testing.assert_close(got[b, h], 0.3 * (pooling.directions.bias[h] @ real.T).softmax(-1) @ real)
     assert (pooling(k, lengths_mask([7, 0], 7))[1] == 0).all()
     assert pooling(k[:, :, :0]).shape == (2, 2, 3, 4)
 

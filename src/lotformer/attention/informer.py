@@ -81,12 +81,13 @@ class Informer(Attention):
         if key_mask is not None:  # the place among the real keys, as a position
             sampled = torch.sort(~key_mask, dim=-1, stable=True).indices.gather(1, sampled)
         sampled = sampled[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-        near = k.gather(2, sampled).unflatten(2, (blocks, samples)).float()
-        scores = (into_blocks(q, _SHARING).float() @ near.mT).flatten(2, 3)[:, :, :n]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        near = k.gather(2, sampled).unflatten(2, (blocks, samples)).to(dtype)
+        scores = (into_blocks(q, _SHARING).to(dtype) @ near.mT).flatten(2, 3)[:, :, :n]
         highest = scores.masked_fill(~counted, -torch.inf).amax(-1)
         total = scores.masked_fill(~counted, 0.0).sum(-1)
         measure = highest - total / counted.sum(-1).clamp_min(1)
-        measure = measure.nan_to_num(neginf=-torch.finfo(torch.float32).max)
+        measure = measure.nan_to_num(neginf=-torch.finfo(dtype).max)
         return measure if query_mask is None else measure.masked_fill(~query_mask[:, None], -torch.inf)
 
     def _budget(self, length: int) -> int:

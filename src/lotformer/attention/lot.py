@@ -14,6 +14,7 @@ from ..nn.key_masses import KeyMasses, KeyMassKind
 from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotInit, PivotMeasure
 from ..nn.prefix import PrefixRows
+from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention
 from ..ops.problem import Solver
 from .base import Attention, Cost, Entry
@@ -131,7 +132,7 @@ class LOT(Attention):
         aware = o["pivots"] == "input-aware"
         self.pooling = PivotPooling(num_heads, o["rank"], head_dim, pull=o["eps"]) if aware else None
         self.fixed_eps = o["eps"]
-        self.log_eps = nn.Parameter(torch.empty(num_heads)) if o["learn_eps"] else None
+        self.log_eps = Undecayed(num_heads) if o["learn_eps"] else None
         self.solver = o["solver"]
         self.iters = o["iters"]
         self.tol = o["tol"]
@@ -152,12 +153,12 @@ class LOT(Attention):
     def reset_parameters(self) -> None:
         """Start ε where it was told to; the parts start themselves."""
         if self.log_eps is not None:
-            nn.init.constant_(self.log_eps, math.log(self.fixed_eps))
+            nn.init.constant_(self.log_eps.bias, math.log(self.fixed_eps))
 
     @property
     def eps(self) -> float | Tensor:
         """The regularisation in force: the constructor's, or the learned one per head."""
-        return self.fixed_eps if self.log_eps is None else self.log_eps.exp()
+        return self.fixed_eps if self.log_eps is None else self.log_eps.bias.exp()
 
     def attend(
         self,
@@ -207,10 +208,6 @@ class LOT(Attention):
         """A convolution per channel is not one matrix per head."""
         return self.local is None
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that live in the space of tokens or of log masses: decay would pull them to nowhere."""
-        return {name for name, _ in self.named_parameters() if not name.startswith("local.")}
-
     def _body(self, x: Tensor) -> Tensor:
         return x[:, :, self.prefix_tokens :] if self.prefix_tokens else x
 
@@ -219,10 +216,10 @@ class LOT(Attention):
         key_mask, query_mask = (
             None if mask is None else mask[:, self.prefix_tokens :] for mask in (key_mask, query_mask)
         )
-        points = self.pivots.points
+        points, log_masses = self.pivots(k)
         return {
             "pivots": points if self.pooling is None else points + self.pooling(self._body(k), key_mask),
-            "log_masses": self.pivots.log_masses(),
+            "log_masses": log_masses,
             "eps": self.eps,
             "solver": self.solver,
             "iters": self.iters,

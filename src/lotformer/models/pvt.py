@@ -26,7 +26,8 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, get_init_weights_vit
 from torch import Tensor, nn
 
-from .slot import image_attention, tell_grid, undecayed
+from ..nn.undecayed import undecayed_names
+from .slot import image_attention, tell_grid
 
 
 class PyramidStage(nn.Module):
@@ -197,7 +198,7 @@ class PyramidVisionTransformer(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         positions = {name for name, _ in self.named_parameters() if name.endswith(("pos_embed", "cls_token"))}
-        return positions | undecayed(self)
+        return positions | undecayed_names(self)
 
 
 def _as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -80,12 +80,6 @@ def image_attention(
     return ImageAttention.with_options(mechanism=mechanism, prefix_tokens=prefix_tokens, **chosen)
 
 
-def undecayed(model: nn.Module) -> set[str]:
-    """Full names of the parameters that attention layers keep from weight decay."""
-    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, AttentionLayer))
-    return {f"{name}.{parameter}" for name, layer in layers for parameter in layer.no_weight_decay()}
-
-
 def tell_grid(blocks: nn.Module, grid: Grid) -> None:
     """Write the grid to every layer below `blocks`: hosts do not hand it to their attention."""
     for layer in blocks.modules():

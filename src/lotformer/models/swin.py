@@ -11,7 +11,8 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, 
 from timm.models.vision_transformer import get_init_weights_vit
 from torch import Tensor, nn
 
-from .slot import ImageAttention, image_attention, undecayed
+from ..nn.undecayed import undecayed_names
+from .slot import ImageAttention, image_attention
 
 
 class WholeMapBlock(SwinTransformerBlock):
@@ -74,7 +75,7 @@ class LOTSwinTransformer(SwinTransformer):
                 stage.blocks[index] = WholeMapBlock(block, attn)
 
     def no_weight_decay(self) -> set[str]:
-        return super().no_weight_decay() | undecayed(self)
+        return super().no_weight_decay() | undecayed_names(self)
 
 
 default_cfgs = generate_default_cfgs(

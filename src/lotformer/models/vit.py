@@ -11,7 +11,8 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor
 
-from .slot import image_attention, tell_grid, undecayed
+from ..nn.undecayed import undecayed_names
+from .slot import image_attention, tell_grid
 
 if TYPE_CHECKING:
     _Base = VisionTransformer
@@ -47,7 +48,7 @@ class _AttentionByName(_Base):
         return super()._pos_embed(x)
 
     def no_weight_decay(self) -> set[str]:
-        return super().no_weight_decay() | undecayed(self)
+        return super().no_weight_decay() | undecayed_names(self)
 
 
 class LOTVisionTransformer(_AttentionByName, VisionTransformer):

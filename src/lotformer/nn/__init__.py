@@ -6,5 +6,15 @@ from .linear import linear_attention
 from .pivot_pooling import PivotPooling
 from .pivots import PivotMeasure
 from .prefix import PrefixRows
+from .undecayed import Undecayed, no_weight_decay
 
-__all__ = ["DepthwiseMixing", "KeyMasses", "PivotMeasure", "PivotPooling", "PrefixRows", "linear_attention"]
+__all__ = [
+    "DepthwiseMixing",
+    "KeyMasses",
+    "PivotMeasure",
+    "PivotPooling",
+    "PrefixRows",
+    "Undecayed",
+    "linear_attention",
+    "no_weight_decay",
+]

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .undecayed import Undecayed
+
 KeyMassKind = Literal["uniform", "linear", "query-aware"]
 
 
@@ -23,14 +25,15 @@ class KeyMasses(nn.Module):
             known = ", ".join(map(repr, get_args(KeyMassKind)))
             raise ValueError(f"key_masses must be one of {known}, got {kind!r}.")
         self.kind = kind
-        self.direction = nn.Parameter(torch.zeros(num_heads, head_dim)) if kind != "uniform" else None
-        self.query_weight = nn.Parameter(torch.ones(num_heads)) if kind == "query-aware" else None
+        self.direction = Undecayed(num_heads, head_dim) if kind != "uniform" else None
+        self.query_weight = Undecayed(num_heads) if kind == "query-aware" else None
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.direction is not None:
-            nn.init.zeros_(self.direction)
+            nn.init.zeros_(self.direction.bias)
         if self.query_weight is not None:
-            nn.init.ones_(self.query_weight)
+            nn.init.ones_(self.query_weight.bias)
 
     def forward(
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
@@ -39,12 +42,11 @@ class KeyMasses(nn.Module):
         if self.direction is None:
             return None
         with torch.autocast(k.device.type, enabled=False):
-            # fp32 at least: a rounded logit is a wrong mass
-            direction = self.direction[None].to(torch.promote_types(self.direction.dtype, torch.float32))
+            direction = self.direction(k)[None]
             k = k.to(direction.dtype)
             if self.query_weight is not None:
                 mean_query = _mean_of_real(q.to(k.dtype), query_mask)
-                direction = direction + self.query_weight[:, None].to(k.dtype) * k.shape[-1] ** -0.5 * mean_query
+                direction = direction + self.query_weight(k)[:, None] * k.shape[-1] ** -0.5 * mean_query
             if key_mask is not None:
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
             logits = (k @ direction[..., None])[..., 0]

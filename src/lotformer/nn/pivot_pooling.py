@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .undecayed import Undecayed
+
 PivotKind = Literal["fixed", "input-aware"]
 
 
@@ -22,18 +24,18 @@ class PivotPooling(nn.Module):
     def __init__(self, num_heads: int, rank: int, head_dim: int, *, pull: float = 1.0) -> None:
         super().__init__()
         self.initial_pull = pull
-        self.directions = nn.Parameter(torch.empty(num_heads, rank, head_dim))
-        self.pull = nn.Parameter(torch.empty(num_heads))
+        self.directions = Undecayed(num_heads, rank, head_dim)
+        self.pull = Undecayed(num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.directions, std=0.2)
-        nn.init.constant_(self.pull, self.initial_pull)
+        nn.init.normal_(self.directions.bias, std=0.2)
+        nn.init.constant_(self.pull.bias, self.initial_pull)
 
     def forward(self, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What to add to the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; nothing for a sample without keys."""
         with torch.autocast(k.device.type, enabled=False):
-            directions = self.directions.to(torch.promote_types(self.directions.dtype, torch.float32))
+            directions = self.directions(k)
             k = k.to(directions.dtype)
             if k.shape[2] == 0:
                 return torch.zeros_like(directions).expand(k.shape[0], -1, -1, -1)
@@ -44,8 +46,7 @@ class PivotPooling(nn.Module):
             if key_mask is not None:
                 # a large negative number, not -inf: a sample of padding alone must stay finite
                 logits = logits.masked_fill(~key_mask[:, None, None, :], torch.finfo(logits.dtype).min)
-            return self.pull.to(k.dtype)[:, None, None] * (logits.softmax(-1) @ k)
+            return self.pull(k)[:, None, None] * (logits.softmax(-1) @ k)
 
     def extra_repr(self) -> str:
-        num_heads, rank, head_dim = self.directions.shape
-        return f"{num_heads=}, {rank=}, {head_dim=}, pull={self.initial_pull:g}"
+        return f"initial_pull={self.initial_pull:g}"

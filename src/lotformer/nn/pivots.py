@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .checks import require_count
+from .undecayed import Undecayed
 
 PivotInit = Literal["small", "unit", "data"]
 
 
 class PivotMeasure(nn.Module):
-    """`σ = Σ_t p0_t δ_{z_t}` with learned support `z (H, R, D)` and learned masses `p0 (H, R)`.
+    """`σ = Σ_t p0_t δ_{z_t}` with learned points `z (H, R, D)` and learned masses `p0 (H, R)`.
 
     Args:
         learn_masses: learn the masses from uniform, `p0 = softmax(logits / mass_temperature)`.
@@ -21,8 +22,6 @@ class PivotMeasure(nn.Module):
             from; "unit" from N(0, 1), for training from scratch at ε ≈ 1; "data" starts as "small" and waits for
             `initialize_from`.
     """
-
-    logits: Tensor
 
     def __init__(
         self,
@@ -42,23 +41,23 @@ class PivotMeasure(nn.Module):
             raise ValueError(f"init must be one of {', '.join(map(repr, get_args(PivotInit)))}, got {init!r}.")
         self.init = init
         self.mass_temperature = mass_temperature
-        self.points = nn.Parameter(torch.empty(num_heads, rank, head_dim))
-        logits = torch.zeros(num_heads, rank)
-        if learn_masses:
-            self.logits = nn.Parameter(logits)
-        else:
-            self.register_buffer("logits", logits)
+        self.points = Undecayed(num_heads, rank, head_dim)
+        self.logits = Undecayed(num_heads, rank, learn=learn_masses)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.points, std=1.0 if self.init == "unit" else 0.02)
-        with torch.no_grad():
-            self.logits.zero_()
+        nn.init.normal_(self.points.bias, std=1.0 if self.init == "unit" else 0.02)
+        nn.init.zeros_(self.logits.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Points `(H, R, D)` and normalised log masses `(H, R)`, in the precision to compute with tokens `x`."""
+        logits = self.logits(x)
+        return self.points(x), (logits / self.mass_temperature).log_softmax(-1)
 
     @torch.no_grad()
     def initialize_from(self, tokens: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> None:
         """Place the pivots on tokens `(B, H, N, D)` drawn from real data, times `scale`."""
-        num_heads, rank, head_dim = self.points.shape
+        num_heads, rank, head_dim = self.points.bias.shape
         if tokens.dim() != 4 or tokens.shape[1] != num_heads or tokens.shape[3] != head_dim:
             raise ValueError(f"expected tokens (B, {num_heads}, N, {head_dim}), got {tuple(tokens.shape)}.")
         by_head = tokens.transpose(0, 1).flatten(1, 2)
@@ -70,13 +69,7 @@ class PivotMeasure(nn.Module):
         order = torch.cat([torch.randperm(by_head.shape[1]) for _ in range(-(-rank // by_head.shape[1]))])[:rank].to(
             by_head.device
         )
-        self.points.copy_(scale * by_head[:, order])
-
-    def log_masses(self) -> Tensor:
-        """Log masses `(H, R)`, normalised."""
-        logits = self.logits if self.mass_temperature == 1 else self.logits / self.mass_temperature
-        return logits.log_softmax(-1, dtype=torch.float32)
+        self.points.bias.copy_(scale * by_head[:, order])
 
     def extra_repr(self) -> str:
-        num_heads, rank, head_dim = self.points.shape
-        return f"{num_heads=}, {rank=}, {head_dim=}, learn_masses={isinstance(self.logits, nn.Parameter)}"
+        return f"init={self.init!r}, mass_temperature={self.mass_temperature:g}"

@@ -39,7 +39,8 @@ class PrefixRows(nn.Module):
         beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
         if not self.polarize:
             return fused_softmax(q, k, v, allowed, beta)
-        scores = self._polarized_scores(beta * q.float(), k.float())
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = self._polarized_scores(beta * q.to(dtype), k.to(dtype))
         if allowed is None:
             return scores.softmax(-1).to(v.dtype) @ v
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
