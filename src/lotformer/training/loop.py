@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from .checkpoints import Checkpoint
 from .interrupts import Interrupts
 from .schedules import SCHEDULES
 from .stream import Stream
+from .teams import Alone, Team
 from .updates import Updates
 
 OnStep = Callable[[int, int, float], None]
@@ -77,6 +79,7 @@ class Loop:
 
     Attributes:
         step: steps taken. losses: one number per step. ended_early: whether `work` ended the run.
+        step_seconds, waiting_seconds: how long the last step took, and how much of that it waited for data.
     """
 
     def __init__(
@@ -87,12 +90,15 @@ class Loop:
         updates: Updates,
         checkpoint: Checkpoint | None = None,
         on_step: OnStep | None = None,
+        team: Team | None = None,
     ) -> None:
+        self.team = team or Alone()
         self.settings, self.work, self.stream, self.updates = settings, work, stream, updates
         self.checkpoint, self.on_step = checkpoint, on_step
         self.step = 0
         self.losses: list[float] = []
         self.ended_early = False
+        self.step_seconds = self.waiting_seconds = 0.0
 
     def run(self) -> None:
         """Resume if there is a checkpoint, go on to the end.
@@ -104,10 +110,14 @@ class Loop:
         with random_state.isolated(self.settings.seed), interrupts:
             if not self._resumed():
                 self.work.begin()
-            while not self.ended and interrupts.received is None:
+            asked_to_stop = 0
+            while not self.ended and not asked_to_stop:
                 self._advance()
-                if self.ended or self.step % self.settings.save_every == 0 or interrupts.received is not None:
+                # all processes must stop at the same step, whichever of them was asked
+                asked_to_stop = int(max(row[0] for row in self.team.gather_numbers([interrupts.received or 0])))
+                if self.ended or asked_to_stop or self.step % self.settings.save_every == 0:
                     self._save()
+            interrupts.received = interrupts.received or asked_to_stop or None
         interrupts.deliver()
 
     @property
@@ -115,34 +125,44 @@ class Loop:
         return self.ended_early or self.step >= self.settings.steps
 
     def state_dict(self) -> dict[str, Any]:
+        own = {"stream": self.stream.state_dict(), "random": random_state.capture()}
         return {
             "step": self.step,
             "losses": self.losses,
             "ended_early": self.ended_early,
             "work": self.work.state_dict(),
-            "stream": self.stream.state_dict(),
             "updates": self.updates.state_dict(),
-            "random": random_state.capture(),
+            "processes": self.team.gather(own),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.work.load_state_dict(state["work"])
         self.updates.load_state_dict(state["updates"])
-        self.stream.load_state_dict(state["stream"])
         self.step, self.losses, self.ended_early = state["step"], state["losses"], state["ended_early"]
-        random_state.restore(state["random"])
+        processes, index = state["processes"], self.team.process.index
+        if len(processes) == self.team.process.count:
+            random_state.restore(processes[index]["random"])
+        else:  # the data go on where they were; dropout cannot
+            random_state.seed_everything(random_state.seed_from(self.settings.seed, self.step, index))
+        self.stream.load_state_dict(processes[index % len(processes)]["stream"])
 
     def _advance(self) -> None:
+        start, self.waiting_seconds = time.perf_counter(), 0.0
         count, total = self.settings.accumulate, 0.0
         for index in range(count):
+            asked = time.perf_counter()
             batch = self.stream.next()
+            self.waiting_seconds += time.perf_counter() - asked
+            weight = self.stream.share / count
             with self.updates.collecting(last=index == count - 1):
                 for loss in self.work.losses(batch, self.step):
-                    self.updates.backward(loss / count if count > 1 else loss)
-                    total += float(loss.detach())
+                    self.updates.backward(loss if weight == 1 else weight * loss)
+                    total += weight * float(loss.detach())
         self.updates.apply(self.settings.factor(self.step))
+        totals = [row[0] for row in self.team.gather_numbers([total])]
         self.step += 1
-        self.losses.append(total / count)
+        self.losses.append(sum(totals) / len(totals))
+        self.step_seconds = time.perf_counter() - start
         if self.on_step is not None:
             self.on_step(self.step, self.settings.steps, self.losses[-1])
         self.ended_early = self.work.after(self.step)
@@ -156,5 +176,14 @@ class Loop:
         return True
 
     def _save(self) -> None:
-        if self.checkpoint is not None:
-            self.checkpoint.write(self.state_dict())
+        """Write the checkpoint on the first process; if that fails, fail on all of them."""
+        if self.checkpoint is None:
+            return
+        state, error = self.state_dict(), None
+        if self.team.process.index == 0:
+            try:
+                self.checkpoint.write(state)
+            except OSError as failure:
+                error = failure
+        if error := self.team.gather(error)[0]:
+            raise error

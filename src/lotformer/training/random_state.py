@@ -19,11 +19,17 @@ def seed_from(*numbers: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seed the generators of torch (all devices), numpy and Python."""
     torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """The same without the generators of devices, which augmentation does not use."""
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  augmentations draw from numpy's global generator
     random.seed(seed)
 
 
-def capture() -> dict[str, Any]:
+def capture(devices: bool = True) -> dict[str, Any]:
     """The state of every global generator, as plain data and tensors."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     state = {
@@ -31,7 +37,7 @@ def capture() -> dict[str, Any]:
         "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "python": random.getstate(),
     }
-    if torch.cuda.is_available():
+    if devices and torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -11,13 +11,29 @@ from .random_state import seed_from
 
 
 class Stream(Protocol):
-    """Batches without end. `state_dict` describes the position between two calls of `next`."""
+    """Batches without end. `state_dict` describes the position between two calls of `next`.
+
+    Attributes:
+        share: how much the last batch counts among those of all processes: its size as a multiple of their mean.
+    """
+
+    share: float
 
     def next(self) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class TrainingStream(Stream, Protocol):
+    """A stream to train from. `described` says what the data are; a checkpoint refuses others."""
+
+    described: str
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """None if the data have no end."""
 
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
@@ -27,6 +43,8 @@ def permutation(length: int, seed: int, epoch: int) -> list[int]:
 
 class Shuffled:
     """The items of a sequence, in a new order every epoch; a pure function of `seed` and how many were drawn."""
+
+    share = 1.0
 
     def __init__(self, items: Sequence[Any], seed: int) -> None:
         self.items, self.seed = items, seed

@@ -1,0 +1,114 @@
+"""What a run tells while it goes on: to files here, to a screen elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a run stands after a step.
+
+    Attributes:
+        loss: of this step. rate: the learning rate as a factor of its peak.
+        samples_per_second, seconds_left: at the pace of the last steps.
+        waiting: share of the last steps that was spent waiting for data. attention: share of the last timed step that
+            attention took, forward and backward; None before the first one. The rest is neither.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    rate: float
+    samples_per_second: float
+    seconds_left: float
+    waiting: float
+    attention: float | None
+
+    @property
+    def rest(self) -> float | None:
+        return None if self.attention is None else max(0.0, 1 - self.waiting - self.attention)
+
+
+class Listener(Protocol):
+    """Hears of a run on its first process."""
+
+    def started(self, step: int, steps: int) -> None:
+        """The run begins, or resumes, after `step` of `steps` steps."""
+
+    def stepped(self, progress: Progress) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def ended(self) -> None:
+        """The run is over, whatever ended it."""
+
+
+class JsonLines:
+    """A file with one JSON object per line: `{"step": 10, "loss": …}`. Every step is in it at most once.
+
+    A resumed run drops the lines after the checkpoint, which it is about to write again.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every = path, every
+
+    def started(self, step: int, steps: int) -> None:
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):  # cut off by a kill
+                continue
+        self.path.write_text("".join(kept) if step else "", encoding="utf-8")
+
+    def stepped(self, progress: Progress) -> None:
+        if progress.step % self.every == 0 or progress.step == progress.steps:
+            self._write({**dataclasses.asdict(progress), "rest": progress.rest})
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write({"step": step, "evaluation": dict(metrics)})
+
+    def ended(self) -> None:
+        pass
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class TensorBoard:
+    """Event files for TensorBoard in a folder."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("logs for TensorBoard need it: pip install 'lotformer[train]'.") from error
+        self._open = lambda step: SummaryWriter(str(folder), purge_step=step + 1)
+        self._writer: Any = None
+        self.every = every
+
+    def started(self, step: int, steps: int) -> None:
+        self._writer = self._open(step)
+
+    def stepped(self, progress: Progress) -> None:
+        if progress.step % self.every == 0 or progress.step == progress.steps:
+            for name in ("loss", "rate", "samples_per_second", "waiting", "attention", "rest"):
+                value = getattr(progress, name)
+                if value is not None:
+                    self._writer.add_scalar(f"train/{name}", value, progress.step)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"evaluation/{name}", value, step)
+
+    def ended(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

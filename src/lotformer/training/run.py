@@ -1,0 +1,263 @@
+"""`train`: a task, from fresh weights to a folder with the best and the last ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from . import random_state
+from .accelerated import AcceleratedTeam, AcceleratedUpdates, make_accelerator
+from .checkpoints import Checkpoint
+from .decay import parameter_groups
+from .fingerprints import shapes
+from .logs import JsonLines, Listener, Progress, TensorBoard
+from .loop import Loop
+from .task import Task
+from .teams import Process, Team
+from .timing import AttentionClock
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
+"""Files in the folder of a run: the checkpoint to resume from, the weights that did best, one JSON object per line."""
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a run achieved.
+
+    Attributes:
+        losses: one per step. metrics: of the last evaluation. best: the best value of the task's metric, at best_step.
+        seconds, samples_per_second: of this process's steps since it began or resumed.
+        waiting, attention: shares of the time, as in `logs.Progress`.
+    """
+
+    steps: int
+    losses: tuple[float, ...]
+    metrics: dict[str, float]
+    best: float | None
+    best_step: int
+    seconds: float
+    samples_per_second: float
+    waiting: float
+    attention: float | None
+
+
+def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> TrainingReport:
+    """Train a task; the same under `python`, `torchrun` and `accelerate launch`.
+
+    `out` receives `last.pt` (the checkpoint), `best.pt` (weights and metrics of the best evaluation), `log.jsonl` and
+    event files for TensorBoard. With `resume`, a run that was interrupted by anything goes on from its checkpoint and
+    ends bit for bit as if it had not been; so it is safe to give it always.
+
+    Raises:
+        ValueError: `out` holds a run already and `resume` was not given, or holds another run.
+        OSError: a checkpoint cannot be written; the previous one is intact.
+    """
+    settings = task.settings
+    accelerator = make_accelerator(settings.precision)
+    team = AcceleratedTeam(accelerator)
+    _prepare(out, resume, team)
+    with random_state.isolated(settings.seed):
+        model = task.build_model()
+    stream = task.stream(team.process)
+    belongs_to = {
+        "kind": "training",
+        "task": task.name,
+        "settings": settings.described(),
+        "parameters": shapes(model.state_dict()),
+        "data": stream.described,
+    }
+    updates = AcceleratedUpdates(
+        accelerator,
+        model,
+        partial(parameter_groups, weight_decay=settings.weight_decay),
+        lambda groups: torch.optim.AdamW(
+            groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.adam_eps
+        ),
+        clip=settings.clip_norm,
+        ema=settings.ema,
+        sharded=settings.sharded,
+    )
+    first = team.process.index == 0
+    heard: list[Listener] = []
+    if first:
+        log, board = JsonLines(out / LOG, settings.log_every), TensorBoard(out / "tensorboard", settings.log_every)
+        heard = [log, board, *listeners]
+    chosen = settings.loop(stream.batches_per_epoch)
+    if not first:  # dropout differs between processes
+        chosen = dataclasses.replace(chosen, seed=random_state.seed_from(settings.seed, team.process.index))
+    work = _Training(task, updates, accelerator, team, chosen.steps, heard, Checkpoint(out / BEST, belongs_to))
+    loop = Loop(chosen, work, stream, updates, Checkpoint(out / LAST, belongs_to), team=team)
+    work.follow(loop)
+    start = time.perf_counter()
+    try:
+        loop.run()
+    finally:
+        for listener in heard:
+            listener.ended()
+    return TrainingReport(
+        steps=loop.step,
+        losses=tuple(loop.losses),
+        metrics=work.metrics,
+        best=work.best,
+        best_step=work.best_step,
+        seconds=time.perf_counter() - start,
+        samples_per_second=work.pace.samples_per_second,
+        waiting=work.pace.waiting,
+        attention=work.pace.attention,
+    )
+
+
+def _prepare(out: Path, resume: bool, team: Team) -> None:
+    """Make the folder, and leave a run that is in it alone unless it is to be resumed."""
+    if team.process.index == 0:
+        out.mkdir(parents=True, exist_ok=True)
+    exists = any(team.gather((out / LAST).exists()))  # also: nobody goes on before the folder is there
+    if exists and not resume:
+        raise ValueError(f"{out} holds a run already: resume it (--resume), or choose another folder.")
+
+
+class _Pace:
+    """How fast the last steps were, and where their time went."""
+
+    _STEPS = 50
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.attention: float | None = None
+        self._steps: deque[tuple[float, float]] = deque(maxlen=self._STEPS)
+
+    def add(self, seconds: float, waiting: float, attention: float | None) -> None:
+        self._steps.append((seconds, waiting))
+        if attention is not None:
+            self.attention = attention / seconds
+
+    @property
+    def seconds(self) -> float:
+        """Per step."""
+        return sum(seconds for seconds, _ in self._steps) / max(1, len(self._steps))
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self._steps else 0.0
+
+    @property
+    def waiting(self) -> float:
+        return sum(waiting for _, waiting in self._steps) / sum(s for s, _ in self._steps) if self._steps else 0.0
+
+
+class _Training:
+    """What the loop does when it trains a task: its loss, evaluations, logs, and which weights did best."""
+
+    def __init__(
+        self,
+        task: Task,
+        updates: AcceleratedUpdates,
+        accelerator: Accelerator,
+        team: Team,
+        steps: int,
+        listeners: Sequence[Listener],
+        best_file: Checkpoint,
+    ) -> None:
+        self.task, self.updates, self.accelerator, self.team = task, updates, accelerator, team
+        self.steps, self.listeners, self.best_file = steps, listeners, best_file
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        self.best_step = 0
+        self.pace = _Pace(task.settings.batch_size)
+        self._clock = AttentionClock(updates.bare)
+        updates.model.train()
+
+    def follow(self, loop: Loop) -> None:
+        """Tell the listeners of every step that the loop takes."""
+        every, first = self.task.settings.profile_every, True
+
+        def on_step(step: int, steps: int, loss: float) -> None:
+            nonlocal first
+            if first:
+                first = False
+                for listener in self.listeners:
+                    listener.started(step - 1, steps)
+            timed = self._clock.take() if step % every == 0 else None
+            self.pace.add(loop.step_seconds, loop.waiting_seconds, timed)
+            progress = Progress(
+                step=step,
+                steps=steps,
+                loss=loss,
+                rate=loop.settings.factor(step - 1),
+                samples_per_second=self.pace.samples_per_second,
+                seconds_left=(steps - step) * self.pace.seconds,
+                waiting=self.pace.waiting,
+                attention=self.pace.attention,
+            )
+            for listener in self.listeners:
+                listener.stepped(progress)
+
+        loop.on_step = on_step
+
+    def begin(self) -> None:
+        pass
+
+    def losses(self, batch: Any, step: int) -> Iterator[Tensor]:
+        from accelerate.utils import send_to_device
+
+        batch = send_to_device(batch, self.accelerator.device)
+        if (step + 1) % self.task.settings.profile_every:
+            yield self.task.loss(self.updates.model, batch)
+            return
+        with self._clock.watching():
+            yield self.task.loss(self.updates.model, batch)  # the loop differentiates it before it comes back
+
+    def after(self, step: int) -> bool:
+        every = self.task.settings.evaluate_every
+        if step == self.steps or (every is not None and step % every == 0):
+            self._evaluate(step)
+        return False
+
+    _STATE = ("metrics", "best", "best_step")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._STATE:
+            setattr(self, name, state[name])
+
+    def _evaluate(self, step: int) -> None:
+        self.metrics = self._measured(self.updates.evaluated)
+        for listener in self.listeners:
+            listener.evaluated(step, self.metrics)
+        if self.task.metric not in self.metrics:
+            known = ", ".join(self.metrics)
+            raise ValueError(f"task {self.task.name!r} is judged by {self.task.metric!r}, but evaluates {known}.")
+        value = self.metrics[self.task.metric]
+        better = self.best is None or (value > self.best if self.task.higher_is_better else value < self.best)
+        if better:
+            self.best, self.best_step = value, step
+            weights = self.updates.weights()
+            if self.team.process.index == 0:
+                self.best_file.write({"step": step, "metrics": self.metrics, "weights": weights})
+
+    def _measured(self, model: nn.Module) -> dict[str, float]:
+        # a sharded model can only run on all processes at once, so each of them sees everything
+        process = Process() if self.task.settings.sharded else self.team.process
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad(), self.accelerator.autocast(), random_state.isolated(self.task.settings.seed):
+                shares = self.team.gather(dict(self.task.evaluate(model, process)))
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return {name: sum(s[name][0] for s in shares) / sum(s[name][1] for s in shares) for name in shares[0]}
