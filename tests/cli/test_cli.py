@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import lotformer
 from lotformer.cli import app
 
 runner = CliRunner()
@@ -30,11 +32,31 @@ def options(group):
             yield from ((option.name, (getattr(option, "help", None) or "-").split()[0]) for option in command.params)
 
 
-def test_commands_say_where_to_write_by_the_same_words():
-    """`--out` is a folder, `--json` a file, and nothing else is written to."""
+def test_commands_say_where_to_write_by_the_same_word():
+    """`--out` is a folder, and nothing else is written to."""
     found = set(options(typer.main.get_command(app)))
     words = {"out", "output", "json", "file", "folder", "path", "save", "figure"}
-    assert {(name, kind) for name, kind in found if name in words} == {("out", "Folder"), ("json", "File")}
+    assert {(name, kind) for name, kind in found if name in words} == {("out", "Folder")}
+
+
+def test_the_version_is_that_of_the_package():
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"lotformer {lotformer.__version__}\n")
+    assert lotformer.__version__ == metadata.version("lotformer")
+
+
+def test_wrong_usage_is_code_2_and_names_the_option():
+    result = runner.invoke(app, ["bench", "solvers", "--rnak", "3"])
+    assert result.exit_code == 2
+    assert "--rnak" in result.output
+
+
+def test_ctrl_c_is_code_130(monkeypatch, tmp_path):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lotformer.bench.solvers.run", interrupt)
+    assert runner.invoke(app, ["bench", "solvers", "--out", str(tmp_path)]).exit_code == 130
 
 
 def test_doctor_tells_versions_devices_and_backends():

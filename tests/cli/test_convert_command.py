@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ from lotformer.conversion.measuring.fidelity import Fidelity, fidelity, spearman
 from lotformer.conversion.measuring.report import Layer
 from lotformer.data import minilm
 from lotformer.data.prose import python_reference
+from lotformer.data.text import embed
 from lotformer.demo import page
 from lotformer.demo.run import DemoResult, Heads, Stage
 from lotformer.demo.speed import Speed, compare_speed
@@ -32,8 +36,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "
 def checkpoint(tmp_path) -> Path:
     folder = tmp_path / "checkpoint"
     config = transformers.BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS)
-    )
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS),
+        initializer_range=0.3,  # so that what attention does shows in the output
+    )  # fmt: skip
     transformers.BertModel(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
@@ -121,16 +126,107 @@ class TestConvertCommand:
         assert code == 1
         assert message in said
 
-    @pytest.mark.parametrize("source", ["no_such_package", "/no/such/folder"])
+    @pytest.mark.parametrize("source", ["no_such_package", "/no/such/folder", "[/]", "[red]x[/]"])
     def test_a_source_that_is_not_there(self, source, tmp_path):
         code, said = run(source, "--out", tmp_path / "out")
         assert code == 1
-        assert "neither a folder nor an installed package" in said
+        assert said.startswith(f"Cannot convert {source}: {source} is neither a folder nor an installed package")
+
+    @pytest.mark.parametrize("name", ["bert-base-uncased", "sentence-transformers/all-MiniLM-L6-v2"])
+    def test_a_hub_id_is_told_how_to_download_it(self, name, tmp_path):
+        code, said = run(name, "--out", tmp_path / "out")
+        assert code == 1
+        assert f"`hf download {name} --local-dir {name.split('/')[-1]}`" in said
+
+    def test_an_existing_folder_is_replaced_only_by_force(self, checkpoint, tmp_path):
+        out = tmp_path / "out"
+        out.mkdir()
+        assert run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)[0] == 0, "an empty folder may be filled"
+        (out / "mine.txt").write_text("precious")
+        before = sorted(path.name for path in out.iterdir())
+        code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)
+        assert code == 1
+        assert f"{out} exists: give --force to replace it, or another --out" in said
+        assert sorted(path.name for path in out.iterdir()) == before
+        code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, "--force")
+        assert code == 0, said
+        assert not (out / "mine.txt").exists()
+
+    def test_saved_files_have_the_users_permissions(self, checkpoint, tmp_path):
+        before = os.umask(0o027)
+        try:
+            code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0)
+        finally:
+            os.umask(before)
+        assert code == 0, said
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+        assert set(modes.values()) == {0o640}, modes
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="a limit on file sizes stands for a full disk")
+    def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(self, checkpoint, tmp_path):
+        out = tmp_path / "out"
+        assert run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)[0] == 0
+        before = (out / "model.safetensors").read_bytes()
+        code = (
+            "import resource, signal, sys; from lotformer.cli import app;"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000));"
+            f"app(['convert', {str(checkpoint)!r}, '--out', {str(out)!r}, '--rank', '5', '--steps', '0', '--force'])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"Cannot convert {checkpoint}: " in done.stdout
+        assert "Traceback" not in done.stdout + done.stderr
+        assert (out / "model.safetensors").read_bytes() == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
 
     def test_a_folder_that_is_no_checkpoint(self, tmp_path):
         code, said = run(tmp_path, "--out", tmp_path / "out")
         assert code == 1
         assert "no config.json" in said
+
+
+def as_sentence_encoder(checkpoint: Path, root: Path) -> None:
+    """A sentence-transformers checkpoint with pooling, normalisation and a short maximal length."""
+    from sentence_transformers import SentenceTransformer, models
+
+    encoder = models.Transformer(str(checkpoint), max_seq_length=6)
+    pooling = models.Pooling(encoder.get_embedding_dimension(), pooling_mode="mean")
+    SentenceTransformer(modules=[encoder, pooling, models.Normalize()]).save(str(root))
+
+
+class TestSentenceEncoders:
+    TEXTS = ("red house", "blue tree green house red green tree blue", "tree")
+
+    @pytest.mark.parametrize("layout", ["at the root", "in a folder of its own"])
+    def test_a_converted_sentence_encoder_stays_one(self, checkpoint, tmp_path, layout):
+        from sentence_transformers import SentenceTransformer
+
+        root, out = tmp_path / "encoder", tmp_path / "out"
+        as_sentence_encoder(checkpoint, root)
+        part = ""
+        if layout != "at the root":  # as older versions saved it
+            part = "0_Transformer"
+            (root / part).mkdir()
+            for path in list(root.iterdir()):
+                if path.is_file() and path.name not in {"modules.json", "config_sentence_transformers.json"}:
+                    path.rename(root / part / path.name)
+            modules = json.loads((root / "modules.json").read_text())
+            modules[0]["path"] = part
+            (root / "modules.json").write_text(json.dumps(modules))
+        code, said = run(root, "--out", out, "--rank", 3, "--steps", 2)
+        assert code == 0, said
+
+        loaded = SentenceTransformer(str(out))
+        assert loaded.get_max_seq_length() == 6
+        assert len(converted(loaded)) == 2
+        theirs = torch.tensor(loaded.encode(list(self.TEXTS)))
+        model = transformers.AutoModel.from_pretrained(out / part)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out / part)
+        ours = embed(model, tokenizer, list(self.TEXTS), max_length=6)
+        torch.testing.assert_close(theirs, ours, atol=1e-6, rtol=0)
+        torch.testing.assert_close(theirs.norm(dim=-1), torch.ones(3))
+        original = torch.tensor(SentenceTransformer(str(root)).encode(list(self.TEXTS)))
+        assert not torch.allclose(theirs, original, atol=1e-4), "it is the converted model that answers"
 
 
 class TestDemoParts:
@@ -148,8 +244,6 @@ class TestDemoParts:
             minilm.weights()
 
     def test_importing_the_commands_imports_no_model_library(self):
-        import subprocess
-
         code = "import sys, lotformer.cli; assert not {'transformers', 'timm', 'matplotlib'} & set(sys.modules)"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr

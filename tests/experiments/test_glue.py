@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from typer.testing import CliRunner
 from lotformer.cli import app
 from lotformer.data import glue
 from lotformer.experiments import glue as experiment
-from lotformer.results.cells import CellFolder, stamp
+from lotformer.results.cells import CellFolder, Origin
+from lotformer.results.sources import checkpoint_source, files_source
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree", "is", "a", "the", "not"]
 
@@ -56,7 +60,7 @@ class TestReading:
         assert glue.available(tmp_path) == ["mnli"]
 
     def test_a_missing_set_names_both_places(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"SST-2/train.tsv, or datasets saved to .*sst2"):
+        with pytest.raises(FileNotFoundError, match=r"SST-2/train.tsv, or a Hugging Face data set in .*sst2"):
             glue.load(glue.TASKS["sst2"], "train", tmp_path)
 
 
@@ -98,7 +102,7 @@ def checkpoint(tmp_path) -> Path:
 
 def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     sst(tmp_path)
-    settings = experiment.Settings(
+    settings = experiment.GlueSettings(
         epochs=60, lr=3e-3, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=10
     )
     methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform", "lot-aware"]
@@ -111,13 +115,14 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     assert by_name["lot"].residual_max < 1e-4
     assert by_name["lot-uniform"].doubly_stochastic_mean is not None
     assert by_name["lot-uniform"].doubly_stochastic_mean < 1e-4
-    rendered = experiment.table(cells)
+    rendered = experiment.table(cells).markdown()
     assert all(f"| {method}, % recovered |" in rendered for method in methods)
 
     stored = json.loads((out / "sst2" / "lot.json").read_text())
-    assert stored["budget"] == {"steps": 10}
-    assert stored["provenance"]["torch"] == torch.__version__
-    assert stored["transformers"] == transformers.__version__
+    assert stored["provenance"]["budget"] == {"steps": 10}
+    assert stored["provenance"]["versions"]["torch"] == torch.__version__
+    assert stored["provenance"]["versions"]["transformers"] == transformers.__version__
+    assert stored["origin"]["sources"]["checkpoint"]["sha256"] == checkpoint_source(checkpoint).sha256
     assert not list(out.rglob("*.begun"))
     stored["cell"]["recovered"] = 12.5
     (out / "sst2" / "lot.json").write_text(json.dumps(stored))
@@ -129,25 +134,34 @@ def cell(task: str, method: str, **changed: object) -> experiment.Cell:
     return dataclasses.replace(experiment.Cell(task, method, 90.0, 99.0, 80.0, 1e-6, 0.5, 3.0), **changed)
 
 
-def store(out: Path, made: experiment.Cell, settings: experiment.Settings, *, early: bool = False) -> None:
-    if early:  # as the first version wrote them
-        record = {"cell": dataclasses.asdict(made), "settings": dataclasses.asdict(settings), "torch": "2.13.0"}
-        (out / made.task).mkdir(parents=True, exist_ok=True)
-        (out / made.task / f"{made.method}.json").write_text(json.dumps(record))
-    else:
-        folder = CellFolder(out / made.task, lambda plain: experiment.Cell(**plain), "lotformer experiment glue")
-        folder.finish(made.method, made, stamp(settings, "some/checkpoint"), {"steps": 77}, settings.seed)
+@pytest.fixture
+def store(checkpoint, tmp_path):
+    """Puts a cell into a folder as a run on this checkpoint and these data would."""
+    sst(tmp_path)
+    for task in ("CoLA", "RTE"):
+        write(tmp_path / "glue" / task, "train", ["x"])
+        write(tmp_path / "glue" / task, "dev", ["x"])
+
+    def put(made: experiment.Cell, settings: experiment.GlueSettings) -> None:
+        task = glue.TASKS[made.task]
+        texts = files_source(f"glue/{task.folder}", glue.files(task, tmp_path))
+        origin = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
+        folder = CellFolder(tmp_path / "out" / made.task, experiment.Cell, experiment.NAME, "lotformer experiment glue")
+        folder.finish(made.method, made, origin, {"steps": 77}, settings.seed)
+
+    return put
 
 
 class TestFoldersOfCells:
-    def test_the_report_joins_what_several_runs_left_and_names_their_budgets(self, tmp_path):
-        short = experiment.Settings(max_steps=300, seed=5)
-        store(tmp_path, cell("cola", "softmax"), short, early=True)
-        store(tmp_path, cell("cola", "lot", recovered=98.7), short, early=True)
-        store(tmp_path, cell("rte", "softmax", score=60.0), experiment.Settings(batch_size=8))
-        store(tmp_path, cell("rte", "lot", recovered=99.3), experiment.Settings(batch_size=8))
-        store(tmp_path, cell("rte", "hedgehog", recovered=97.1), experiment.Settings(batch_size=8))
-        said = experiment.report(tmp_path)
+    def test_the_report_joins_what_several_runs_left_and_names_their_budgets(self, store, tmp_path):
+        short = experiment.GlueSettings(max_steps=300, seed=5)
+        store(cell("cola", "softmax"), short)
+        store(cell("cola", "lot", recovered=98.7), short)
+        store(cell("rte", "softmax", score=60.0), experiment.GlueSettings(batch_size=8))
+        store(cell("rte", "lot", recovered=99.3), experiment.GlueSettings(batch_size=8))
+        store(cell("rte", "hedgehog", recovered=97.1), experiment.GlueSettings(batch_size=8))
+        said = experiment.render(tmp_path / "out").markdown()
+        assert said.startswith("`lotformer experiment glue`")
         assert "| softmax, score | 90.0 | 60.0 | 75.0 |" in said
         assert "| lot, % recovered | 98.7 | 99.3 | 99.0 |" in said
         assert "| hedgehog, % recovered | – | 97.1 | – |" in said, "a mean over fewer tasks is not comparable"
@@ -159,26 +173,38 @@ class TestFoldersOfCells:
         assert f"torch {torch.__version__}" in notes["- rte: converted"]
         assert "- rte: steps with labels: softmax 77, hedgehog 77, lot 77." in said
 
-    @pytest.mark.parametrize("early", [False, True], ids=["complete", "early"])
     @pytest.mark.parametrize("method", ["softmax", "hedgehog"], ids=["asked-for", "of-another-column"])
-    def test_cells_of_other_settings_are_not_mixed_in(self, tmp_path, method, early):
-        store(tmp_path, cell("sst2", method), experiment.Settings(epochs=2.0), early=early)
-        with pytest.raises(ValueError, match=r"cells of other settings .*epochs 2.0 instead of 1.0.*another --out"):
-            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings(epochs=1.0))
+    def test_cells_of_other_settings_are_not_mixed_in(self, store, checkpoint, tmp_path, method):
+        store(cell("sst2", method), experiment.GlueSettings(epochs=2.0))
+        settings = experiment.GlueSettings(epochs=1.0)
+        with pytest.raises(ValueError, match=r"something else .*epochs 2.0 instead of 1.0.*another --out"):
+            experiment.run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], settings)
 
-    def test_nor_is_a_cell_from_before_imitation(self, tmp_path):
-        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
-        store(tmp_path, cell("sst2", "lot"), experiment.Settings())
-        path = tmp_path / "sst2" / "lot.json"
-        record = json.loads(path.read_text())
-        del record["settings"]["imitation_steps"], record["settings"]["imitation_lr"]
-        path.write_text(json.dumps(record))
-        with pytest.raises(ValueError, match="imitation_steps 0 instead of 1000"):
-            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
+    def test_nor_are_cells_of_another_checkpoint_of_the_same_name(self, store, checkpoint, tmp_path):
+        store(cell("sst2", "softmax"), experiment.GlueSettings())
+        other = tmp_path / "elsewhere" / checkpoint.name
+        shutil.copytree(checkpoint, other)
+        run = functools.partial(
+            experiment.run, data=tmp_path, out=tmp_path / "out", tasks=["sst2"], methods=[],
+            settings=experiment.GlueSettings(),
+        )  # fmt: skip
+        assert len(run(other)) == 1, "the same files at another place are the same"
+        weights = other / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        with pytest.raises(ValueError, match="checkpoint with other contents"):
+            run(other)
+
+    def test_nor_are_cells_of_other_data(self, store, checkpoint, tmp_path):
+        store(cell("sst2", "softmax"), experiment.GlueSettings())
+        write(tmp_path / "other" / "glue" / "SST-2", "train", ["sentence\tlabel", "the house\t1"])
+        write(tmp_path / "other" / "glue" / "SST-2", "dev", ["sentence\tlabel", "the house\t1"])
+        arguments = (tmp_path / "out", ["sst2"], ["lot"], experiment.GlueSettings())
+        with pytest.raises(ValueError, match="data with other contents: glue/SST-2"):
+            experiment.run(checkpoint, tmp_path / "other", *arguments)
 
     def test_an_interrupted_cell_resumes_to_the_same_score(self, checkpoint, tmp_path):
         sst(tmp_path)
-        settings = experiment.Settings(
+        settings = experiment.GlueSettings(
             epochs=2, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=6, swap_lr=1e-3
         )
         whole = experiment.run(checkpoint, tmp_path, tmp_path / "whole", ["sst2"], ["lot"], settings)
@@ -195,11 +221,6 @@ class TestFoldersOfCells:
         assert [cell.score for cell in parts] == [cell.score for cell in whole]
         assert not list((tmp_path / "parts" / "sst2").glob("*.checkpoint"))
 
-    def test_another_checkpoint_is_another_setting(self, tmp_path):
-        store(tmp_path, cell("sst2", "softmax"), experiment.Settings())
-        with pytest.raises(ValueError, match="checkpoint some/checkpoint instead of other/checkpoint"):
-            experiment.run("other/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
-
     def test_nor_is_half_trained_work_of_other_settings(self, checkpoint, tmp_path):
         sst(tmp_path)
 
@@ -208,26 +229,51 @@ class TestFoldersOfCells:
 
         arguments = (checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"])
         with pytest.raises(KeyboardInterrupt):
-            experiment.run(*arguments, experiment.Settings(batch_size=6), interrupt)
+            experiment.run(*arguments, experiment.GlueSettings(batch_size=6), interrupt)
         with pytest.raises(ValueError, match="batch_size 6 instead of 4"):
-            experiment.run(*arguments, experiment.Settings(batch_size=4))
+            experiment.run(*arguments, experiment.GlueSettings(batch_size=4))
 
-    def test_half_a_file_is_one_clear_error(self, tmp_path):
-        (tmp_path / "sst2").mkdir()
-        (tmp_path / "sst2" / "softmax.json").write_text('{"cell": ')
-        with pytest.raises(ValueError, match=r"softmax.json is not a cell of this experiment"):
-            experiment.run("some/checkpoint", tmp_path, tmp_path, ["sst2"], ["lot"], experiment.Settings())
-
-    def test_the_command_says_so_and_stops(self, tmp_path):
-        store(tmp_path / "out", cell("sst2", "softmax"), experiment.Settings(seed=1))
-        options = ["--checkpoint", "some/checkpoint", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    def test_the_command_says_so_and_stops(self, store, checkpoint, tmp_path):
+        store(cell("sst2", "softmax"), experiment.GlueSettings(seed=1))
+        options = ["--checkpoint", str(checkpoint), "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
         result = CliRunner().invoke(app, ["experiment", "glue", "--tasks", "sst2", *options])
         assert result.exit_code == 1
-        assert "cells of other settings" in " ".join(result.output.split())
+        assert "cells made from something else" in " ".join(result.output.split())
+
+
+class TestWhatIsMissing:
+    def test_a_missing_package_is_noticed_before_the_work(self, checkpoint, tmp_path, monkeypatch):
+        sst(tmp_path)
+        monkeypatch.setitem(sys.modules, "torchmetrics", None)
+        with pytest.raises(ImportError, match=r"GLUE needs torchmetrics: pip install 'lotformer\[text\]'"):
+            experiment.run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], experiment.GlueSettings())
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [(None, "no data folder: pass --data-dir or set LOTFORMER_DATA"), ("empty", "no task in")],
+        ids=["no folder", "no task"],
+    )
+    @pytest.mark.parametrize("name", ["glue", "stsb"])
+    def test_the_error_says_which_data_and_where(self, name, data, message, checkpoint, tmp_path, monkeypatch):
+        monkeypatch.delenv("LOTFORMER_DATA", raising=False)
+        (tmp_path / "empty").mkdir()
+        options = ["--data-dir", str(tmp_path / data)] if data else []
+        result = CliRunner().invoke(app, ["experiment", name, "--checkpoint", str(checkpoint), *options])
+        assert result.exit_code == 1
+        said = " ".join(result.output.split())
+        assert (message if name == "glue" or not data else "no stsb train set") in said
+        assert "glue/STS-B/train.tsv" in said
+
+    @pytest.mark.parametrize("name", ["glue", "stsb"])
+    def test_the_help_says_it_too(self, name):
+        said = CliRunner().invoke(app, ["experiment", name, "--help"], env={"COLUMNS": "300"}).output
+        assert "glue/STS-B/train.tsv" in said
+        assert "LOTFORMER_DATA" in said
 
 
 def test_unknown_tasks_and_methods_are_named(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="'sst3' is not one of cola"):
-        experiment.run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.Settings())
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.GlueSettings())
     with pytest.raises(ValueError, match="'lott' is not one of t2r"):
-        experiment.run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.Settings())
+        experiment.run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.GlueSettings())

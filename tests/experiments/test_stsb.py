@@ -17,7 +17,7 @@ from lotformer.data import glue
 from lotformer.experiments import stsb
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "old", "house", "tree", "river", "is"]
-BRIEF = stsb.Settings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=5, batch_size=4)
+BRIEF = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=5, batch_size=4)
 
 
 def sentences(start: int) -> list[str]:
@@ -120,10 +120,10 @@ class TestResuming:
 
     def test_fine_tuning_can_be_added_later_but_calibration_not_changed(self, checkpoint, data, tmp_path):
         out = tmp_path / "out"
-        without = stsb.Settings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=0, batch_size=4)
+        without = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=0, batch_size=4)
         assert [cell.stage for cell in stsb.run(checkpoint, data, out, ["lot"], without)] == ["converted", "calibrated"]
         assert len(stsb.run(checkpoint, data, out, ["lot"], BRIEF)) == 3
-        other = stsb.Settings(rank=3, calibration_texts=17, calibration_steps=7, batch_size=4)
+        other = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=7, batch_size=4)
         with pytest.raises(ValueError, match=r"calibration_steps 6 instead of 7.*Choose another --out"):
             stsb.run(checkpoint, data, out, ["lot-uniform"], other)
 
@@ -137,13 +137,14 @@ class TestCommand:
         result = CliRunner().invoke(app, ["experiment", "stsb", *arguments])
         assert result.exit_code == 0, result.output
         table = (out / "table.md").read_text()
-        assert table.strip() in result.output
         for said in ("7 pairs", "| lot, calibrated |", "2 steps on 9 texts", "seed 4", f"torch {torch.__version__}"):
             assert said in table, said
-        for record in json.loads((out / "results.json").read_text()):
+        for stage in ("converted", "calibrated"):
+            record = json.loads((out / "lot" / f"{stage}.json").read_text())
             assert record["provenance"]["seed"] == 4
             assert record["provenance"]["cores"] >= 1
-            assert record["transformers"] == transformers.__version__
+            assert record["provenance"]["versions"]["transformers"] == transformers.__version__
+            assert set(record["origin"]["sources"]) == {"checkpoint", "data"}
 
     def test_an_unknown_variant_and_a_missing_set_are_one_clear_error(self, checkpoint, tmp_path):
         common = ["--checkpoint", str(checkpoint), "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]

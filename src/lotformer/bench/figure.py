@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .runtime import Point, RuntimeResult
+from ..results import figures
 
 
-def draw_runtime(result: RuntimeResult, path: Path) -> list[Path]:
-    """Write `path` as .png and .svg and return the two files. LOT is in both panels: black, the darker the smaller."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'lotformer[figures]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+@dataclass(frozen=True)
+class Point:
+    """Time of one call at one length; `skipped` says why there is none."""
 
+    label: str
+    mechanism: str
+    panel: str
+    n: int
+    milliseconds: float | None
+    median_milliseconds: float | None = None
+    repeats: int = 0
+    skipped: str | None = None
+
+
+def draw_runtime(points: Sequence[Point], unit: str, title: str, stem: Path) -> list[Path]:
+    """Write a .png and an .svg and return them. LOT is in both panels: black, the darker the smaller its rank."""
+    pyplot = figures.pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    lot = [p for p in result.points if p.mechanism == "lot"]
-    others = [p for p in result.points if p.mechanism != "lot"]
+    lot = [p for p in points if p.mechanism == "lot"]
+    others = [p for p in points if p.mechanism != "lot"]
     for axis, panel in zip(axes, ("quadratic", "linear"), strict=True):
         mine = _curves([p for p in others if p.panel == panel])
         colours = pyplot.get_cmap("turbo")
@@ -33,19 +43,9 @@ def draw_runtime(result: RuntimeResult, path: Path) -> list[Path]:
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=7 if len(mine) <= 10 else 5, ncols=1 if len(mine) <= 10 else 2)
-    axes[0].set_ylabel(f"{result.direction}, milliseconds")
-    source = result.provenance
-    figure.suptitle(
-        f"B{result.batch} H{result.heads} D{result.head_dim}, fp32, threads: {source.threads}, {source.cpu}, "
-        f"torch {source.torch}",
-        fontsize=8,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    for file in files:
-        figure.savefig(file, dpi=150)
-    pyplot.close(figure)
-    return files
+    axes[0].set_ylabel(unit)
+    figure.suptitle(title, fontsize=8)
+    return figures.save(figure, stem)
 
 
 def _curves(points: list[Point]) -> dict[str, list[Point]]:

@@ -24,7 +24,7 @@ def too_slow(workload: Workload, last: tuple[Workload, float] | None, limit: flo
     if last is None:
         return None
     seconds = last[1] * growth(last[0], workload)
-    return f"about {seconds:.0f} s a call, limit {limit:g} s" if seconds > limit else None
+    return f"about {seconds:.0f} s per call, limit {limit:g} s" if seconds > limit else None
 
 
 def too_large(workload: Workload, last: tuple[Workload, int] | None = None) -> str | None:

@@ -1,27 +1,52 @@
-"""Run time of mechanisms over the length of the sequence, and of LOT against fused softmax."""
+"""Run time of mechanisms over the length of the sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from .._settings import setting
 from ..attention import entry
+from ..results.plain import read
 from ..results.provenance import Provenance
+from ..results.report import Report
+from ..results.tables import Table
 from . import process
+from .figure import Point, draw_runtime
 from .limits import too_large, too_slow
-from .timing import alternate, ratios
+from .settings import LotSettings, agreed_backend, doubling, known
+from .timing import alternate
 from .workload import Shape, Workload
 
+NAME = "runtime"
 QUADRATIC = ("softmax", "espformer", "espformer-hard", "sinkformer")
 LINEAR = ("performer", "nystromformer", "mobiattention", "polaformer")
 RANKS = (16, 32, 64, 128, 256)
-TARGET_SHAPES = (
-    Shape(197, batch=16, heads=3),
-    Shape(1024, batch=4, heads=4),
-    Shape(4096, batch=1, heads=4),
-    Shape(16384, batch=1, heads=4),
-)
+
+
+@dataclass(frozen=True)
+class RuntimeSettings(LotSettings):
+    """Which mechanisms at which lengths; or, with `against`, LOT against fused softmax (`against_sdpa`)."""
+
+    against: Literal["sdpa"] | None = setting(
+        None, "Compare LOT at one rank with PyTorch's fused softmax on four shapes instead."
+    )
+    backward: bool = setting(False, "Time forward and backward together, not forward alone.")
+    mechanisms: tuple[str, ...] = setting((*QUADRATIC, *LINEAR, "lot"), "Mechanisms to time.")
+    ranks: tuple[int, ...] = setting(RANKS, "Ranks of LOT over the length; --rank is for --against.", at_least=1)
+    min_n: int = setting(2**9, "Shortest sequence.", at_least=1)
+    max_n: int = setting(2**17, "Longest sequence; lengths double from the shortest.")
+    batch: int = setting(1, "Batch size.", at_least=1)
+    heads: int = setting(4, "Heads.", at_least=1)
+    head_dim: int = setting(64, "Width of a head.", at_least=1)
+    seconds: float = setting(0.5, "Seconds to repeat each alternative for.")
+    time_limit: float = setting(20.0, "Leave out calls that would take longer, in seconds.")
+
+    @property
+    def direction(self) -> str:
+        return "forward + backward" if self.backward else "forward"
 
 
 @dataclass(frozen=True)
@@ -40,47 +65,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Point:
-    """Time of one call at one length; `skipped` says why there is none."""
-
-    label: str
-    mechanism: str
-    panel: str
-    n: int
-    milliseconds: float | None
-    median_milliseconds: float | None = None
-    repeats: int = 0
-    skipped: str | None = None
-
-
-@dataclass(frozen=True)
 class RuntimeResult:
+    experiment: str
     provenance: Provenance
-    direction: str
-    batch: int
-    heads: int
-    head_dim: int
+    settings: RuntimeSettings
     lot_backend: str | None
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Times of alternatives on one shape, measured in turns; `times_faster` is against LOT."""
-
-    shape: Shape
-    milliseconds: dict[str, float]
-    times_faster: dict[str, float]
-
-
-@dataclass(frozen=True)
-class ComparisonResult:
-    provenance: Provenance
-    direction: str
-    rank: int
-    iters: int
-    lot_backend: str
-    comparisons: tuple[Comparison, ...]
 
 
 def candidates(mechanisms: Sequence[str], ranks: Sequence[int], lot_options: dict[str, Any]) -> list[Candidate]:
@@ -95,89 +85,82 @@ def candidates(mechanisms: Sequence[str], ranks: Sequence[int], lot_options: dic
 
 
 def run(
-    chosen: Sequence[Candidate],
-    lengths: Sequence[int],
-    shape: Shape,
-    *,
-    backward: bool,
-    provenance: Provenance,
-    lot_backend: str | None,
-    seconds_each: float,
-    time_limit: float,
-    on_point: Callable[[Point], None] = lambda point: None,
+    settings: RuntimeSettings, provenance: Provenance, listen: Callable[[str], None] = lambda what: None
 ) -> RuntimeResult:
     """Time all candidates in turns at every length, shortest first, leaving out what would not fit or end in time."""
+    lengths = doubling(settings.min_n, settings.max_n)
+    names = known(settings.mechanisms)
+    backend = None
+    if "lot" in names:
+        backend = agreed_backend(
+            settings, heads=settings.heads, head_dim=settings.head_dim, backward=settings.backward, ranks=settings.ranks
+        )
+    lot_options = {"iters": settings.iters, "eps": settings.eps, "backend": settings.backend}
+    chosen = candidates(names, settings.ranks, lot_options)
     points: list[Point] = []
     slowest: dict[str, tuple[Workload, float]] = {}
     largest: dict[str, tuple[Workload, int]] = {}
-    for n in sorted(lengths):
-        sized = Shape(n, shape.batch, shape.heads, shape.head_dim)
-        base = Workload("sdpa", sized, backward, seed=provenance.seed)
-        tokens = base.tokens()
+    for n in lengths:
+        shape = Shape(n, settings.batch, settings.heads, settings.head_dim)
+        tokens = Workload("sdpa", shape, settings.backward, seed=settings.seed).tokens()
         calls: dict[str, Callable[[], object]] = {}
         reasons: dict[str, str] = {}
         for candidate in chosen:
             label = candidate.label
-            work = Workload(candidate.mechanism, sized, backward, candidate.options, provenance.seed)
-            reason = too_large(work, largest.get(label)) or too_slow(work, slowest.get(label), time_limit)
+            work = Workload(candidate.mechanism, shape, settings.backward, candidate.options, settings.seed)
+            reason = too_large(work, largest.get(label)) or too_slow(work, slowest.get(label), settings.time_limit)
             if reason:
                 reasons[label] = reason
                 continue
             calls[label] = work.prepare(tokens)
             largest[label] = work, _bytes_of(calls[label])  # also warms it up
-        timings = alternate(calls, seconds_each=seconds_each, warm_up=False)
+        timings = alternate(calls, seconds_each=settings.seconds, warm_up=False)
         for candidate in chosen:
             label, panel = candidate.label, candidate.panel
             if label in reasons:
                 point = Point(label, candidate.mechanism, panel, n, None, skipped=reasons[label])
             else:
                 timing = timings[label]
-                slowest[label] = Workload(candidate.mechanism, sized, backward, candidate.options), timing.best
+                slowest[label] = Workload(candidate.mechanism, shape, settings.backward, candidate.options), timing.best
                 point = Point(
                     label, candidate.mechanism, panel, n, 1e3 * timing.best, 1e3 * timing.median, timing.repeats
                 )
             points.append(point)
-            on_point(point)
-    return RuntimeResult(
-        provenance, _direction(backward), shape.batch, shape.heads, shape.head_dim, lot_backend, tuple(points)
+        listen(f"Timed N={n}")
+    return RuntimeResult(NAME, provenance, settings, backend, tuple(points))
+
+
+def render(folder: Path) -> Report:
+    result = read(RuntimeResult, folder / "result.json")
+    s = result.settings
+    lengths = sorted({point.n for point in result.points})
+    curves = {label: {p.n: p for p in result.points if p.label == label} for label in _labels(result)}
+    rows = tuple(
+        (label, *("–" if cells[n].milliseconds is None else f"{cells[n].milliseconds:.3g}" for n in lengths))
+        for label, cells in curves.items()
+    )
+    left_out = [
+        f"{label}: left out from N={first.n}: {first.skipped}"
+        for label, cells in curves.items()
+        if (first := next((cells[n] for n in lengths if cells[n].skipped), None))
+    ]
+    title = f"{s.direction}, milliseconds (B{s.batch} H{s.heads} D{s.head_dim})"
+    return Report(
+        (result.provenance.command,),
+        (Table(title, ("mechanism", *map(str, lengths)), rows),),
+        (*left_out, f"{result.provenance.where()}."),
+        draw=lambda out: draw_runtime(
+            result.points,
+            f"{s.direction}, milliseconds",
+            f"B{s.batch} H{s.heads} D{s.head_dim}, fp32, threads: {s.threads}, {result.provenance.cpu}, "
+            f"torch {result.provenance.versions['torch']}",
+            out / "figure",
+        ),
     )
 
 
-def compare_with_sdpa(
-    shapes: Sequence[Shape],
-    *,
-    rank: int,
-    iters: int,
-    eps: float,
-    backend: str,
-    backward: bool,
-    provenance: Provenance,
-    seconds_each: float,
-    on_comparison: Callable[[Comparison], None] = lambda comparison: None,
-) -> ComparisonResult:
-    """LOT against fused softmax and against the same operator in plain PyTorch, on each shape in turns."""
-    made = []
-    for shape in shapes:
-        options = {"rank": rank, "iters": iters, "eps": eps}
-        works = {
-            "lot": Workload("lot", shape, backward, {**options, "backend": backend}, provenance.seed),
-            "sdpa": Workload("sdpa", shape, backward, seed=provenance.seed),
-            "plain PyTorch": Workload("lot", shape, backward, {**options, "backend": "reference"}, provenance.seed),
-        }
-        tokens = works["sdpa"].tokens()
-        timings = alternate({name: work.prepare(tokens) for name, work in works.items()}, seconds_each=seconds_each)
-        comparison = Comparison(
-            shape,
-            {name: 1e3 * timing.best for name, timing in timings.items()},
-            ratios(timings, of="lot"),
-        )
-        made.append(comparison)
-        on_comparison(comparison)
-    return ComparisonResult(provenance, _direction(backward), rank, iters, backend, tuple(made))
-
-
-def _direction(backward: bool) -> str:
-    return "forward + backward" if backward else "forward"
+def _labels(result: RuntimeResult) -> list[str]:
+    return list(dict.fromkeys(point.label for point in result.points))
 
 
 def _bytes_of(call: Callable[[], object]) -> int:

@@ -27,6 +27,15 @@ class Shape:
         return f"B{self.batch} H{self.heads} N{self.n} D{self.head_dim}"
 
 
+TARGET_SHAPES = (
+    Shape(197, batch=16, heads=3),
+    Shape(1024, batch=4, heads=4),
+    Shape(4096, batch=1, heads=4),
+    Shape(16384, batch=1, heads=4),
+)
+"""An image model, and texts of growing length: where LOT has to be fast."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One mechanism on one shape. "sdpa" stands for PyTorch's fused softmax without any module around it."""

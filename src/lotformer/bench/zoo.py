@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
+from .. import attention
+from .._settings import setting
 from ..attention import entry
+from ..results.plain import read
 from ..results.provenance import Provenance
+from ..results.report import Report
+from ..results.tables import Table
 from . import process
 from .limits import too_large
 from .peak import measure
+from .settings import LotSettings, agreed_backend, known
 from .timing import alternate
 from .workload import Shape, Workload
 
-LOT_RANK, LOT_ITERS, LOT_EPS = 32, 5, 1.0
+NAME = "zoo"
+
+NEEDS = {
+    "needs_equal_lengths": "as many queries as keys",
+    "needs_grid": "tokens on a 2-D grid",
+    "fixed_length": "a known maximal length",
+    "stochastic": "random numbers at evaluation",
+}
+
+
+@dataclass(frozen=True)
+class ZooSettings(LotSettings):
+    """Which mechanisms, and at which sizes."""
+
+    mechanisms: tuple[str, ...] = setting((), "Mechanisms to list; all if not given.")
+    n: int = setting(1024, "Tokens for times and memory.", at_least=1)
+    long: int = setting(16384, "Tokens at which linear mechanisms are timed too.", at_least=1)
+    heads: int = setting(4, "Heads.", at_least=1)
+    head_dim: int = setting(64, "Width of a head.", at_least=1)
+    seconds: float = setting(0.3, "Seconds to repeat each call for.")
 
 
 @dataclass(frozen=True)
@@ -43,36 +68,27 @@ class ZooRow:
 
 @dataclass(frozen=True)
 class ZooResult:
+    experiment: str
     provenance: Provenance
-    batch: int
-    heads: int
-    head_dim: int
-    short: int
-    long: int
+    settings: ZooSettings
     lot_backend: str | None
     rows: tuple[ZooRow, ...]
 
 
-def run(
-    mechanisms: Sequence[str],
-    shape: Shape,
-    long: int,
-    *,
-    provenance: Provenance,
-    lot_backend: str | None,
-    seconds_each: float,
-    on_row: Callable[[str], None] = lambda name: None,
-) -> ZooResult:
-    """Time every mechanism at `shape.n` tokens, the linear ones at `long` too. Memory at `shape.n`."""
-    options: dict[str, Any] = {"rank": LOT_RANK, "iters": LOT_ITERS, "eps": LOT_EPS, "backend": lot_backend}
-    works = [
-        Workload(name, shape, options=options if name == "lot" else {}, seed=provenance.seed) for name in mechanisms
-    ]
+def run(settings: ZooSettings, provenance: Provenance, listen: Callable[[str], None] = lambda what: None) -> ZooResult:
+    """Time every mechanism at `n` tokens, the linear ones at `long` too. Memory at `n`."""
+    names = known(settings.mechanisms) or attention.names()
+    backend = None
+    if "lot" in names:
+        backend = agreed_backend(settings, heads=settings.heads, head_dim=settings.head_dim, backward=True)
+    options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps, "backend": backend}
+    shape = Shape(settings.n, 1, settings.heads, settings.head_dim)
+    works = [Workload(name, shape, options=options if name == "lot" else {}, seed=settings.seed) for name in names]
     rows = []
     for work in works:
-        rows.append(_row(work, long, seconds_each))
-        on_row(work.mechanism)
-    peaks, reasons = _peaks(works, provenance.threads)
+        rows.append(_row(work, settings.long, settings.seconds))
+        listen(f"Measured {work.mechanism} ({len(rows)} of {len(works)})")
+    peaks, reasons = _peaks(works, settings.threads)
     complete = (
         replace(
             row,
@@ -81,8 +97,44 @@ def run(
         )
         for row in rows
     )
-    backend = lot_backend if "lot" in mechanisms else None
-    return ZooResult(provenance, shape.batch, shape.heads, shape.head_dim, shape.n, long, backend, tuple(complete))
+    return ZooResult(NAME, provenance, settings, backend, tuple(complete))
+
+
+def render(folder: Path) -> Report:
+    result = read(ZooResult, folder / "result.json")
+    s = result.settings
+    sizes = (s.n, s.long)
+    rows = tuple(
+        (
+            row.name,
+            row.time,
+            row.doubly_stochastic or "",
+            _count(row.parameters),
+            *(_number(row.flops[n] / 1e9) for n in sizes),
+            *(_number(row.milliseconds[n]) if n in row.milliseconds else "–" for n in sizes),
+            "–" if row.peak_bytes is None else _number(row.peak_bytes / 2**20),
+        )
+        for row in result.rows
+    )
+    short, long = map(_count, sizes)
+    columns = ("mechanism", "time", "doubly\nstoch.", "para-\nmeters", f"GFLOP\nN={short}", f"GFLOP\nN={long}",
+               f"ms\nN={short}", f"ms\nN={long}", f"MiB\nN={short}")  # fmt: skip
+    title = f"H{s.heads} D{s.head_dim}, fp32, threads: {s.threads}"
+    notes = ["ms: of a forward pass. MiB: peak of forward and backward."]
+    if any(row.doubly_stochastic for row in result.rows):
+        notes.append("converged: rows and columns sum to one as far as the mechanism's iterations have got.")
+    for flag, words in NEEDS.items():
+        if who := [row.name for row in result.rows if getattr(row, flag)]:
+            notes.append(f"needs {words}: {', '.join(who)}.")
+    for option in sorted({row.causal_only for row in result.rows if row.causal_only}):
+        who = [row.name for row in result.rows if row.causal_only == option]
+        notes.append(f"causal with {option}, otherwise both ways: {', '.join(who)}.")
+    notes += [f"{row.name} was not measured at {row.notes}." for row in result.rows if row.notes]
+    return Report(
+        (result.provenance.command,),
+        (Table(title, columns, rows, left=3),),
+        (*notes, f"{result.provenance.where()}."),
+    )
 
 
 def _row(work: Workload, long: int, seconds_each: float) -> ZooRow:
@@ -128,3 +180,19 @@ def _peaks(works: Sequence[Workload], threads: int) -> tuple[dict[str, int], dic
     fitting = {name: work for name, work in both_ways.items() if name not in reasons}
     usages = measure(list(fitting.values()), threads)
     return {name: usage.peak for name, usage in zip(fitting, usages, strict=True)}, reasons
+
+
+def _count(value: int) -> str:
+    """A whole number in a few characters: 512, 1k, 16k, 2.11k, 4.2M; powers of two by 1024."""
+    if value < 1000:
+        return str(value)
+    for divisor, unit in ((1024, "k"), (1024**2, "M")):
+        if value % divisor == 0 and value // divisor < 1000:
+            return f"{value // divisor}{unit}"
+    return f"{value / 1e3:.3g}k" if value < 1e6 else f"{value / 1e6:.3g}M"
+
+
+def _number(value: float) -> str:
+    """In five characters up to 99999: three digits, or three decimals below one."""
+    decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f}"

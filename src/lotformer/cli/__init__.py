@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from . import bench, data, experiment, figures, zoo
+from .. import __version__
+from . import bench, data, experiment, figures
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
+from .render import render
 
 app = typer.Typer(
     name="lotformer",
-    help="Linear-time, doubly stochastic attention: look at it, convert with it, measure it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lotformer {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Linear-time, doubly stochastic attention: look at it, convert with it, measure it."""
 
 
@@ -28,6 +41,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(figures.app, name="figures")
 app.add_typer(bench.app, name="bench")
-app.command("zoo")(zoo.zoo_command)
+app.command("zoo")(bench.zoo_command)
+app.command()(render)
 app.command()(convert)
 app.command()(demo)

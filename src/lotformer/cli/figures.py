@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from .._files import require_writable
+from ..experiments import coupling_figure
+from ..results import figures as results_figures
+from ..results.tables import Table
+from .terminal import one_clear_error, say, show_table
 
 app = typer.Typer(help="Draw the paper's figures.", no_args_is_help=True)
 
@@ -24,20 +29,18 @@ def coupling(
     and the glued couplings for r = 2, 3, 4, 5, 10 pivots, sharp (ε = 0.01) and smooth (ε = 1). The table gives
     the worst relative error of the column sums: of the exact solver, and of the paper's five Sinkhorn sweeps.
     """
-    from ..experiments import coupling_figure
-
     console = Console()
-    with console.status("Learning pivots ..."):
-        scene = coupling_figure.make_scene(points=points, seed=seed)
-    table = Table("ε", "r", "transport cost", "residual, newton", "residual, 5 sweeps")
-    for row in scene.rows:
-        table.add_row(
-            f"{row.eps:g}",
-            str(row.rank),
-            f"{row.transport_cost:.3f}",
-            f"{row.residual:.1e}",
-            f"{row.sinkhorn_residual:.1e}",
-        )
-    console.print(table)
-    for path in coupling_figure.draw(scene, out):
-        console.print(f"wrote {path}")
+    with one_clear_error(console, "Cannot draw the figure"):
+        require_writable(out)
+        if not results_figures.can_draw():
+            raise ImportError(f"{results_figures.MISSING}.")
+        with console.status("Learning pivots …"):
+            scene = coupling_figure.make_scene(points=points, seed=seed)
+        rows = tuple(
+            (f"{row.eps:g}", str(row.rank), f"{row.transport_cost:.3f}", f"{row.residual:.1e}",
+             f"{row.sinkhorn_residual:.1e}")
+            for row in scene.rows
+        )  # fmt: skip
+        columns = ("ε", "r", "transport cost", "residual, newton", "residual, 5 sweeps")
+        show_table(console, Table("", columns, rows, left=0))
+        say(console, f"Wrote {', '.join(map(str, coupling_figure.draw(scene, out)))}")

@@ -52,6 +52,13 @@ _HUB_TEXTS = {"cola": ("sentence",), "mrpc": _SENTENCES, "mnli": ("premise", "hy
 _HUB_DEV = {"mnli": "validation_matched"}
 
 
+WANTED = (
+    "glue/: the tables of https://gluebenchmark.com/tasks as they unpack (glue/STS-B/train.tsv and dev.tsv, …), or "
+    "Hugging Face data sets saved to disk (glue/stsb/, …)"
+)
+"""What a data folder has to hold, for help texts and errors."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One text or a pair, and its label: the index of a class, or a number."""
@@ -66,20 +73,38 @@ def load(task: Task, split: Split, folder: Path) -> list[Example]:
     Raises:
         FileNotFoundError: neither layout is there; the message names both places looked at.
     """
-    saved = folder / "glue" / task.name
-    if (saved / "dataset_dict.json").is_file():
+    saved = _saved(task, folder)
+    if saved is not None:
         return _from_datasets(task, split, saved)
-    table = folder / "glue" / task.folder / f"{'train' if split == 'train' else task.dev}.tsv"
-    if not table.is_file():
-        raise FileNotFoundError(f"no {task.name} {split} set: expected {table}, or datasets saved to {saved}.")
-    return _from_table(task, table)
+    return _from_table(task, _table(task, split, folder))
+
+
+def files(task: Task, folder: Path) -> list[Path]:
+    """The files that `load` reads for both splits."""
+    saved = _saved(task, folder)
+    if saved is not None:
+        return [path for path in saved.rglob("*") if path.suffix in {".arrow", ".json"}]
+    return [_table(task, split, folder) for split in ("train", "dev")]
+
+
+def _saved(task: Task, folder: Path) -> Path | None:
+    place = folder / "glue" / task.name
+    return place if (place / "dataset_dict.json").is_file() else None
+
+
+def _table(task: Task, split: Split, folder: Path) -> Path:
+    path = folder / "glue" / task.folder / f"{'train' if split == 'train' else task.dev}.tsv"
+    if not path.is_file():
+        saved = folder / "glue" / task.name
+        raise FileNotFoundError(f"no {task.name} {split} set: expected {path}, or a Hugging Face data set in {saved}.")
+    return path
 
 
 def available(folder: Path) -> list[str]:
     """The tasks whose train and dev sets are both there."""
 
     def complete(task: Task) -> bool:
-        if (folder / "glue" / task.name / "dataset_dict.json").is_file():
+        if _saved(task, folder) is not None:
             return True
         place = folder / "glue" / task.folder
         return (place / "train.tsv").is_file() and (place / f"{task.dev}.tsv").is_file()

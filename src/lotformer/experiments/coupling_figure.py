@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops import Coupling, coupling
 from ..ops.problem import Solver
+from ..results import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,15 +97,7 @@ def _learn_pivots(queries: Tensor, keys: Tensor, rank: int, steps: int, generato
 
 def draw(scene: Scene, folder: Path) -> list[Path]:
     """Render the scene as `coupling.png` and `coupling.svg` in `folder`."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("Figures need matplotlib: pip install 'lotformer[figures]'.") from error
-
-    matplotlib.rcParams["svg.hashsalt"] = "lotformer"  # the same scene gives the same file
+    plt = figures.pyplot()
     figure = plt.figure(figsize=(18, 4.2), layout="constrained")
     left, *blocks = figure.subfigures(1, 3, width_ratios=[0.95, 2.5, 2.5], wspace=0.02, squeeze=False)[0]
     top, bottom = left.subplots(2, 1)
@@ -124,14 +117,7 @@ def draw(scene: Scene, folder: Path) -> list[Path]:
     handles, labels = left.axes[0].get_legend_handles_labels()
     left.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"coupling.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        draft = path.with_suffix(f".part{path.suffix}")
-        figure.savefig(draft, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-        draft.replace(path)
-    plt.close(figure)
-    return paths
+    return figures.save(figure, folder / "coupling", dpi=130)
 
 
 def _draw_points(ax: Axes, scene: Scene, rank: int) -> None:

@@ -11,9 +11,10 @@ reached it; below the table stands what was spent on it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
+from .._files import new_folder, require_writable
+from .._settings import Settings, setting
 from ..conversion.learning.objectives import Objective
 from ..data import glue
-from ..results.cells import CellFolder, Listener, machine, stamp
+from ..results.cells import CellFolder, Listener, Origin, Record
+from ..results.report import Report
+from ..results.sources import checkpoint_source, files_source
+from ..results.tables import Table
 
-COMMAND = "lotformer experiment glue"
+NAME = "glue"
 
 
 @dataclass(frozen=True)
@@ -57,27 +63,25 @@ The last two have pivots that see the input."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class GlueSettings(Settings):
     """How long and how fast; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
 
-    epochs: float = 3.0
-    max_steps: int = 100_000
-    lr: float = 5e-5
-    imitation_steps: int = 1000
-    imitation_lr: float = 1e-4
-    swap_epochs: float = 1.0
-    max_swap_steps: int = 100_000
-    swap_lr: float = 2e-5
-    batch_size: int = 32
-    max_length: int = 128
-    calibration_steps: int = 250
-    calibration_texts: int = 2560
-    seed: int = 0
+    epochs: float = setting(3.0, "Epochs of the softmax model.", at_least=0)
+    max_steps: int = setting(100_000, "At most this many steps of the softmax model.", at_least=0)
+    lr: float = setting(5e-5, "Learning rate of the softmax model.", at_least=0)
+    imitation_steps: int = setting(1000, "Steps of imitating the softmax model after the swap.", at_least=0)
+    imitation_lr: float = setting(1e-4, "Learning rate of the old weights meanwhile.", at_least=0)
+    swap_epochs: float = setting(1.0, "Epochs with labels after that.", at_least=0)
+    max_swap_steps: int = setting(100_000, "At most this many steps with labels after the swap.", at_least=0)
+    swap_lr: float = setting(2e-5, "Learning rate of the old weights with labels.", at_least=0)
+    batch_size: int = setting(32, "Examples per step.", at_least=1)
+    max_length: int = setting(128, "Longer texts are cut to this many tokens.", at_least=8)
+    calibration_steps: int = setting(250, "Steps of calibration.", at_least=0)
+    calibration_texts: int = setting(2560, "Examples to calibrate on.", at_least=1)
+    seed: int = setting(0, "Seed of everything.")
 
 
-_FORMERLY = {"imitation_steps": 0}
-
-_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed", "checkpoint")
+_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed")
 """The settings that the softmax model depends on: any way to convert may share it."""
 
 
@@ -96,84 +100,100 @@ class Cell:
 
 
 def run(
-    checkpoint: str | Path,
+    checkpoint: Path,
     data: Path,
     out: Path,
     tasks: Sequence[str],
     methods: Sequence[str],
-    settings: Settings,
+    settings: GlueSettings,
     listen: Listener = lambda what, now, total: None,
-    command: str = COMMAND,
+    command: str = "",
 ) -> list[Cell]:
     """Fill every cell of tasks × methods that is not in `out` yet; returns all of them, softmax first.
 
     Raises:
-        ValueError: a task or method is unknown, or `out` holds cells of a chosen task with other settings.
+        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
     """
     for chosen, known in ((tasks, list(glue.TASKS)), (methods, list(METHODS))):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
-    stamped = stamp(settings, checkpoint)
-    folders = {task: CellFolder(out / task, _restore, command, _FORMERLY) for task in tasks}
-    for folder in folders.values():  # at the door, not after hours; cells of other columns share the table
-        folder.find("softmax", _before_swap(stamped))
+    _require_metrics()
+    weights = checkpoint_source(checkpoint)
+    benches = []
+    for task in map(glue.TASKS.__getitem__, tasks):  # at the door, not after hours; other columns share the table
+        folder = CellFolder(out / task.name, Cell, NAME, command)
+        require_writable(folder.folder)
+        texts = files_source(f"glue/{task.folder}", glue.files(task, data))
+        origin = Origin(dataclasses.asdict(settings), {"checkpoint": weights, "data": texts})
+        folder.find("softmax", _before_swap(origin))
         for name in METHODS:
-            folder.find(name, stamped)
+            folder.find(name, origin)
+        benches.append((task, folder, origin))
     cells = []
-    for task, folder in folders.items():
-        bench = _Bench(glue.TASKS[task], checkpoint, data, folder, settings, stamped, listen)
+    for task, folder, origin in benches:
+        bench = _Bench(task, checkpoint, data, folder, settings, origin, listen)
         cells.append(bench.softmax())
         cells += [bench.swapped(name, METHODS[name]) for name in methods]
     return cells
 
 
-def _before_swap(stamped: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: stamped[name] for name in _BEFORE_SWAP}
+def _before_swap(origin: Origin) -> Origin:
+    return Origin({name: origin.settings[name] for name in _BEFORE_SWAP}, origin.sources)
 
 
-def report(out: Path) -> str:
+def _require_metrics() -> None:
+    try:
+        import torchmetrics  # noqa: F401  scores come last: a missing package is noticed first
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"GLUE needs {error.name}: pip install 'lotformer[text]'.") from error
+
+
+def render(folder: Path) -> Report:
     """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
     cells: list[Cell] = []
     budgets: dict[str, list[str]] = {}
+    commands: dict[str, None] = {}
     for task in glue.TASKS:
-        folder = CellFolder(out / task, _restore, COMMAND)
-        found = {name: record for name in ("softmax", *METHODS) if (record := folder.record(name)) is not None}
+        stored = CellFolder(folder / task, Cell, NAME)
+        found = {name: record for name in ("softmax", *METHODS) if (record := stored.record(name)) is not None}
         if "softmax" not in found:
             continue
-        cells += [_restore(record["cell"]) for record in found.values()]
+        cells += [record.cell for record in found.values()]
         for record in found.values():
+            commands.setdefault(record.provenance.command)
             tasks = budgets.setdefault(_budget(record), [])
             if task not in tasks:
                 tasks.append(task)
-        steps = [f"{name} {record['budget']['steps']}" for name, record in found.items() if "budget" in record]
+        steps = [
+            f"{name} {r.provenance.budget['steps']}" for name, r in found.items() if "steps" in r.provenance.budget
+        ]
         if steps:
             budgets.setdefault(f"steps with labels: {', '.join(steps)}", []).append(task)
-    notes = [f"- {', '.join(tasks)}: {text}." for text, tasks in budgets.items()]
-    return "\n".join([table(cells), "", *notes])
+    notes = tuple(f"{', '.join(tasks)}: {text}." for text, tasks in budgets.items())
+    return Report(tuple(commands), (table(cells),), notes)
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """The paper's Table 4 in Markdown: percent recovered, task by task, with residuals below; "–" is not run yet."""
+def table(cells: Sequence[Cell]) -> Table:
+    """The paper's Table 4: percent recovered, task by task, with residuals below; "–" is not run yet."""
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     methods = [m for m in dict.fromkeys(cell.method for cell in cells) if m != "softmax"]
     by_place = {(cell.task, cell.method): cell for cell in cells}
-    lines = [f"| | {' | '.join(tasks)} | mean |", f"|---|{'---|' * (len(tasks) + 1)}"]
-    lines.append(_row("softmax, score", [by_place[task, "softmax"].score for task in tasks]))
+    rows = [_row("softmax, score", [by_place[task, "softmax"].score for task in tasks])]
     for method in methods:
         row = [by_place[task, method].recovered if (task, method) in by_place else None for task in tasks]
-        lines.append(_row(f"{method}, % recovered", row))
+        rows.append(_row(f"{method}, % recovered", row))
     for method in methods:
         marginals = [_marginals(by_place.get((task, method))) for task in tasks]
-        lines.append(f"| {method}, residual max; d.s. error mean | {' | '.join(marginals)} | |")
-    return "\n".join(lines)
+        rows.append((f"{method}, residual max; d.s. error mean", *marginals, ""))
+    return Table("", ("method", *tasks, "mean"), tuple(rows))
 
 
-def _row(title: str, values: Sequence[float | None]) -> str:
+def _row(title: str, values: Sequence[float | None]) -> tuple[str, ...]:
     there = [value for value in values if value is not None]
     mean = sum(there) / len(there) if there and len(there) == len(values) else None
-    shown = ["–" if value is None else f"{value:.1f}" for value in (*values, mean)]
-    return f"| {title} | {' | '.join(shown)} |"
+    return (title, *("–" if value is None else f"{value:.1f}" for value in (*values, mean)))
 
 
 def _marginals(cell: Cell | None) -> str:
@@ -184,23 +204,21 @@ def _marginals(cell: Cell | None) -> str:
     return f"{residual}; {error}"
 
 
-def _budget(record: Mapping[str, Any]) -> str:
-    s = record["settings"]
-    if record["cell"]["method"] == "softmax":
+def _budget(record: Record) -> str:
+    s = record.origin.settings
+    if record.cell.method == "softmax":
+        checkpoint = record.origin.sources.get("checkpoint")
         spent = f"{s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}"
-        spent = f"softmax: {s['checkpoint']}, {spent}" if "checkpoint" in s else f"softmax: {spent}"
+        spent = f"softmax: {checkpoint.name}, {spent}" if checkpoint else f"softmax: {spent}"
     else:
-        imitated = s.get("imitation_steps", 0)
-        imitation = f"{imitated} steps of imitation, lr {s['imitation_lr']:g}; " if imitated else ""
+        steps = s["imitation_steps"]
+        imitation = f"{steps} steps of imitation, lr {s['imitation_lr']:g}; " if steps else ""
         spent = (
             f"converted: {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs; {imitation}"
             f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
         )
-    return f"{spent}; batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}; {machine(record)}"
-
-
-def _restore(plain: dict[str, Any]) -> Cell:
-    return Cell(**plain)
+    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}"
+    return f"{spent}; {sizes}; {record.provenance.where()}"
 
 
 class _Bench:
@@ -209,24 +227,24 @@ class _Bench:
     def __init__(
         self,
         task: glue.Task,
-        checkpoint: str | Path,
+        checkpoint: Path,
         data: Path,
         cells: CellFolder[Cell],
-        settings: Settings,
-        stamped: Mapping[str, Any],
+        settings: GlueSettings,
+        origin: Origin,
         listen: Listener,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.task, self.checkpoint, self.cells, self.listen = task, checkpoint, cells, listen
-        self.settings, self.stamped = settings, stamped
+        self.settings, self.origin = settings, origin
         self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
         self.train = list(_batches(self.tokenizer, task, glue.load(task, "train", data), settings))
         self.dev = list(_batches(self.tokenizer, task, glue.load(task, "dev", data), settings))
 
     def softmax(self) -> Cell:
         """The model everything is compared with, fine-tuned once and kept."""
-        found = self.cells.find("softmax", _before_swap(self.stamped))
+        found = self.cells.find("softmax", _before_swap(self.origin))
         if found is not None:
             return found
         start = time.perf_counter()
@@ -234,14 +252,15 @@ class _Bench:
         model = self._model(self.checkpoint)
         steps = min(math.ceil(self.settings.epochs * len(self.train)), self.settings.max_steps)
         self._learn_labels(model, steps, self.settings.lr, 0.0, "softmax")
-        model.save_pretrained(self.cells.folder / "softmax")
+        with new_folder(self.cells.folder / "softmax") as draft:
+            model.save_pretrained(draft)
         score = evaluate(model, self.dev, self.task)
         seconds = time.perf_counter() - start
         return self._finish(Cell(self.task.name, "softmax", score, 100.0, None, None, None, seconds), steps)
 
     def swapped(self, name: str, method: Method) -> Cell:
         """The softmax model with another mechanism: calibrated, scored, fine-tuned, scored."""
-        found = self.cells.find(name, self.stamped)
+        found = self.cells.find(name, self.origin)
         if found is not None:
             return found
         base = self.softmax().score
@@ -300,7 +319,7 @@ class _Bench:
             lr=self.settings.imitation_lr,
             mechanism_lr=mechanism_lr,
             seed=self.settings.seed,
-            checkpoint=self.cells.begin(name, self.stamped, "imitation"),
+            checkpoint=self.cells.begin(name, self.origin, "imitation"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: {name} imitates softmax", now, total),
         )
 
@@ -314,12 +333,15 @@ class _Bench:
             mechanism_lr=mechanism_lr,
             freeze_embeddings=False,
             seed=self.settings.seed,
-            checkpoint=self.cells.begin(name, self.stamped, "labels"),
+            checkpoint=self.cells.begin(name, self._origin(name), "labels"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),
         )
 
     def _finish(self, cell: Cell, steps: int) -> Cell:
-        return self.cells.finish(cell.method, cell, self.stamped, {"steps": steps}, self.settings.seed)
+        return self.cells.finish(cell.method, cell, self._origin(cell.method), {"steps": steps}, self.settings.seed)
+
+    def _origin(self, name: str) -> Origin:
+        return _before_swap(self.origin) if name == "softmax" else self.origin
 
 
 def _unlabelled(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -350,7 +372,7 @@ def evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]], task: glue.
 
 
 def _batches(
-    tokenizer: Any, task: glue.Task, examples: Sequence[glue.Example], settings: Settings
+    tokenizer: Any, task: glue.Task, examples: Sequence[glue.Example], settings: GlueSettings
 ) -> Iterator[dict[str, Tensor]]:
     """Examples as model inputs with labels, texts of like length together; the trainer draws batches at random."""
     ordered = sorted(examples, key=lambda example: sum(map(len, example.texts)))

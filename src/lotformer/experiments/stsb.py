@@ -7,6 +7,7 @@ Every stage of every variant is a cell of its own and leaves its model behind, s
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
+from .._files import require_writable
+from .._settings import Settings, setting
 from ..data import glue
+from ..data.checkpoints import save_like
 from ..data.sentence_pairs import PARTS, SentencePairs
 from ..data.text import text_batches
-from ..results.cells import CellFolder, Listener, machine, stamp
+from ..results.cells import CellFolder, Listener, Origin, Record
+from ..results.report import Report
+from ..results.sources import checkpoint_source, files_source
+from ..results.tables import Table
 
-COMMAND = "lotformer experiment stsb"
+NAME = "stsb"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot": {},
@@ -36,21 +43,18 @@ STAGES = ("converted", "calibrated", "fine-tuned")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How much is spent; no fine-tuning with `finetune_steps` 0. What is not here is as in the library."""
+class StsbSettings(Settings):
+    """How much is spent. What is not here is as in the library."""
 
-    rank: int = 32
-    calibration_texts: int = 2560
-    calibration_steps: int = 250
-    finetune_steps: int = 200
-    finetune_lr: float = 5e-5
-    finetune_layers: float = 0.0  # weight of the hidden states on the way, `layer_weight` of `finetune`
-    batch_size: int = 32
-    max_length: int = 128
-    seed: int = 0
-
-
-_FORMERLY = {"finetune_lr": 5e-5, "finetune_layers": 0.0}
+    rank: int = setting(32, "Pivots per head.", at_least=1)
+    calibration_texts: int = setting(2560, "Sentences to learn from.", at_least=1)
+    calibration_steps: int = setting(250, "Steps of calibration.", at_least=1)
+    finetune_steps: int = setting(200, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    finetune_lr: float = setting(5e-5, "Learning rate of the old weights meanwhile.", at_least=0)
+    finetune_layers: float = setting(0.0, "Weight of the original's hidden states meanwhile.", at_least=0)
+    batch_size: int = setting(32, "Sentences per step.", at_least=1)
+    max_length: int = setting(128, "Longer sentences are cut to this many tokens.", at_least=8)
+    seed: int = setting(0, "Seed of everything.")
 
 
 @dataclass(frozen=True)
@@ -82,45 +86,46 @@ class Cell:
 
 
 def run(
-    checkpoint: str | Path,
+    checkpoint: Path,
     data: Path,
     out: Path,
     variants: Sequence[str],
-    settings: Settings,
+    settings: StsbSettings,
     listen: Listener = lambda what, now, total: None,
-    command: str = COMMAND,
+    command: str = "",
 ) -> list[Cell]:
     """Fill every stage of every variant that is not in `out` yet; returns all of them.
 
     Raises:
-        ValueError: a variant is unknown, or `out` holds cells with other settings.
+        ValueError: a variant is unknown, or `out` holds cells made from something else.
     """
     for name in variants:
         if name not in VARIANTS:
             raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
+    task = glue.TASKS["stsb"]
+    texts = files_source(f"glue/{task.folder}", glue.files(task, data))
+    whole = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
     stages = STAGES if settings.finetune_steps else STAGES[:-1]
-    stamped = {stage: _settings_of(stage, stamp(settings, checkpoint)) for stage in STAGES}
-    folders = {name: CellFolder(out / name, _restore, command, _FORMERLY) for name in VARIANTS}
+    origins = {stage: _origin_of(stage, whole) for stage in STAGES}
+    folders = {name: CellFolder(out / name, Cell, NAME, command) for name in VARIANTS}
     # all variants share the table, so all are looked at before the work begins
-    missing = {n for n, folder in folders.items() for stage in stages if folder.find(stage, stamped[stage]) is None}
+    missing = {n for n, folder in folders.items() for stage in stages if folder.find(stage, origins[stage]) is None}
     bench: _Bench | None = None
     for name in variants:
         if name in missing:
+            require_writable(out / name)
             bench = bench or _Bench(checkpoint, data, settings, listen)
-            bench.fill(name, folders[name], stages, stamped)
-    cells = [folders[name].find(stage, stamped[stage]) for name in variants for stage in stages]
+            bench.fill(name, folders[name], stages, origins)
+    cells = [folders[name].find(stage, origins[stage]) for name in variants for stage in stages]
     return [cell for cell in cells if cell is not None]
 
 
-def table(cells: Sequence[Cell]) -> str:
+def table(cells: Sequence[Cell]) -> Table:
     """A row for each variant and stage: Spearman, percent recovered and embedding cosine on the parts of dev."""
     softmax = cells[0].scores
-    titles = [f"{part} ({softmax[part].pairs} pairs)" for part in PARTS]
-    lines = [
-        f"| Spearman; % recovered; cosine | {' | '.join(titles)} | residual, mean; max | d.s. error, same | seconds |",
-        "|---|---|---|---|---|---|---|",
-        f"| softmax | {' | '.join(f'{softmax[part].softmax:.4f}' for part in PARTS)} | – | – | – |",
-    ]
+    titles = [f"{part}\n({softmax[part].pairs} pairs)" for part in PARTS]
+    columns = ("variant, stage", *titles, "residual,\nmean; max", "d.s. error,\nmean; max", "seconds")
+    rows = [("softmax", *(f"{softmax[part].softmax:.4f}" for part in PARTS), "–", "–", "–")]
     for cell in cells:
         scores = [
             f"{score.spearman:.4f}; {score.recovered:.2f} %; {score.cosine:.4f}"
@@ -129,25 +134,22 @@ def table(cells: Sequence[Cell]) -> str:
         residual = f"{cell.residual_mean:.0e}; {cell.residual_max:.0e}"
         error = f"{cell.doubly_stochastic_mean:.2g}; {cell.doubly_stochastic_max:.2g}"
         seconds = "–" if cell.seconds is None else f"{cell.seconds:.0f}"
-        lines.append(f"| {cell.variant}, {cell.stage} | {' | '.join(scores)} | {residual} | {error} | {seconds} |")
-    return "\n".join(lines)
+        rows.append((f"{cell.variant}, {cell.stage}", *scores, residual, error, seconds))
+    return Table("Spearman; % of softmax recovered; cosine with the original's embeddings", columns, tuple(rows))
 
 
-def records(out: Path) -> list[dict[str, Any]]:
-    """Everything stored with the finished cells of a folder, whichever runs made them."""
-    folders = [CellFolder(out / name, _restore, COMMAND) for name in VARIANTS]
-    return [record for folder in folders for stage in STAGES if (record := folder.record(stage)) is not None]
-
-
-def report(out: Path) -> str:
-    """The table of every cell in the folder, and below it what was spent on them."""
-    found = records(out)
+def render(folder: Path) -> Report:
+    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
+    folders = [CellFolder(folder / name, Cell, NAME) for name in VARIANTS]
+    found = [record for place in folders for stage in STAGES if (record := place.record(stage)) is not None]
+    if not found:
+        raise ValueError(f"{folder} holds no finished cell.")
     budgets: dict[str, list[str]] = {}
     for record in found:
-        place = f"{record['cell']['variant']} {record['cell']['stage']}"
-        budgets.setdefault(_budget(record), []).append(place)
-    notes = [f"- {', '.join(places)}: {text}." for text, places in budgets.items()]
-    return "\n".join([table([_restore(record["cell"]) for record in found]), "", *notes])
+        budgets.setdefault(_budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
+    notes = tuple(f"{', '.join(places)}: {text}." for text, places in budgets.items())
+    commands = tuple(dict.fromkeys(record.provenance.command for record in found))
+    return Report(commands, (table([record.cell for record in found]),), notes)
 
 
 def calibration_texts(train: Sequence[glue.Example], dev: Sequence[glue.Example], count: int) -> list[str]:
@@ -165,7 +167,7 @@ def calibration_texts(train: Sequence[glue.Example], dev: Sequence[glue.Example]
 class _Bench:
     """The original model, what it makes of the dev set, and the texts to learn from."""
 
-    def __init__(self, checkpoint: str | Path, data: Path, settings: Settings, listen: Listener) -> None:
+    def __init__(self, checkpoint: Path, data: Path, settings: StsbSettings, listen: Listener) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         task = glue.TASKS["stsb"]
@@ -185,9 +187,7 @@ class _Bench:
             for texts in (self.texts, self.pairs.texts)
         )
 
-    def fill(
-        self, variant: str, cells: CellFolder[Cell], stages: Sequence[str], stamped: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def fill(self, variant: str, cells: CellFolder[Cell], stages: Sequence[str], origins: Mapping[str, Origin]) -> None:
         """Go through the stages; a finished one only hands its model on."""
         torch.manual_seed(self.settings.seed)
         start = time.perf_counter()
@@ -196,21 +196,20 @@ class _Bench:
         seconds: float | None = time.perf_counter() - start
         for stage in stages:
             place = cells.folder / stage
-            if cells.find(stage, stamped[stage]) is not None:
+            if cells.find(stage, origins[stage]) is not None:
                 model = model if stage == "converted" else self.load(place)
                 continue
-            progress = cells.begin(stage, stamped[stage])
+            progress = cells.begin(stage, origins[stage])
             steps = 0
             if stage != "converted":
                 resumed = progress.exists()
                 spent = self._train(model, variant, stage, progress)
                 seconds, steps = None if resumed else spent.seconds, spent.steps
-                model.save_pretrained(place)
-                self.tokenizer.save_pretrained(place)
+                save_like(self.checkpoint, model, place)
             self.listen(f"{variant}: scoring, {stage}", 0, 1)
             budget = {"steps": steps, "texts": len(self.texts) if steps else 0}
             cell = self._measured(model, variant, stage, seconds)
-            cells.finish(stage, cell, stamped[stage], budget, self.settings.seed)
+            cells.finish(stage, cell, origins[stage], budget, self.settings.seed)
 
     def _train(
         self, model: nn.Module, variant: str, stage: str, progress: Path
@@ -265,22 +264,19 @@ class _Bench:
         )
 
 
-def _settings_of(stage: str, stamped: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings a stage depends on: more fine-tuning leaves what was calibrated as it is."""
+def _origin_of(stage: str, whole: Origin) -> Origin:
+    """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
     later = {"converted": ("calibration", "finetune"), "calibrated": ("finetune",), "fine-tuned": ()}[stage]
-    return {name: value for name, value in stamped.items() if not name.startswith(later)}
+    return Origin({n: value for n, value in whole.settings.items() if not n.startswith(later)}, whole.sources)
 
 
-def _budget(record: Mapping[str, Any]) -> str:
-    s = record["settings"]
-    parts = [f"{s['checkpoint']}, rank {s['rank']}"]
-    if record["budget"]["steps"]:
-        parts.append(f"{record['budget']['steps']} steps on {record['budget']['texts']} texts without labels")
+def _budget(record: Record) -> str:
+    s, budget = record.origin.settings, record.provenance.budget
+    checkpoint = record.origin.sources.get("checkpoint")
+    parts = [f"{checkpoint.name}, rank {s['rank']}" if checkpoint else f"rank {s['rank']}"]
+    if budget.get("steps"):
+        parts.append(f"{budget['steps']} steps on {budget['texts']} texts without labels")
     if "finetune_lr" in s:
         parts.append(f"lr {s['finetune_lr']:g}, layers weighed {s['finetune_layers']:g}")
     parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}")
-    return "; ".join([*parts, machine(record)])
-
-
-def _restore(plain: dict[str, Any]) -> Cell:
-    return Cell(**{**plain, "scores": {name: Score(**score) for name, score in plain["scores"].items()}})
+    return "; ".join([*parts, record.provenance.where()])

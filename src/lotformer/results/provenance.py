@@ -1,14 +1,14 @@
-"""What every result carries, and how it is written."""
+"""Where a result comes from: enough to judge it and to make it again."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
 import os
 import platform
-import tempfile
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,46 @@ import torch
 
 from .. import __version__
 
+PACKAGES = (
+    "torch", "numpy", "transformers", "tokenizers", "safetensors", "sentence-transformers", "timm", "torchvision",
+    "accelerate", "datasets", "torchmetrics", "triton", "onnxruntime",
+)  # fmt: skip
+"""Packages that a number may depend on."""
+
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a result comes from: enough to judge it and to make it again."""
+    """`versions`: of what is installed. `commit`: of the code, where it is run from a repository. `budget`: what was
+    spent, e.g. the steps that were really taken. `note`: what a reader has to know besides.
+    """
 
     command: str
-    date: str
-    machine: str
-    cpu: str
-    cores: int
+    date: str | None
+    machine: str | None
+    cpu: str | None
+    cores: int | None
     threads: int
     seed: int
-    python: str
-    torch: str
-    lotformer: str
+    versions: dict[str, str]
+    commit: str | None = None
+    budget: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def where(self) -> str:
+        """Machine and versions in one line."""
+        if self.cpu is None:
+            place = "machine not recorded"
+        else:
+            threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+            place = f"{self.cpu}, {self.cores} cores, {threads}"
+        named = ("torch", "transformers", "lotformer")
+        versions = [f"{name} {self.versions[name]}" for name in named if name in self.versions]
+        if self.commit:
+            versions.append(f"commit {self.commit[:10]}{'-dirty' * self.commit.endswith('-dirty')}")
+        return "; ".join(part for part in (place, ", ".join(versions), self.note) if part)
 
 
-def provenance(command: str, *, threads: int, seed: int) -> Provenance:
+def provenance(command: str, *, threads: int, seed: int, budget: Mapping[str, Any] | None = None) -> Provenance:
     return Provenance(
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -42,10 +64,31 @@ def provenance(command: str, *, threads: int, seed: int) -> Provenance:
         cores=os.cpu_count() or 1,
         threads=threads,
         seed=seed,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        lotformer=__version__,
+        versions=versions(),
+        commit=commit(),
+        budget=dict(budget or {}),
     )
+
+
+def versions() -> dict[str, str]:
+    """Python, lotformer, and those of `PACKAGES` that are installed."""
+    found = {"python": platform.python_version(), "lotformer": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this code, with "-dirty" if it was changed since; None outside a repository that holds it."""
+    here = Path(__file__).parent
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None  # e.g. installed below somebody else's repository
+    head = _git(here, "rev-parse", "HEAD")
+    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{head}-dirty" if changed else head
 
 
 def cpu_model() -> str:
@@ -58,15 +101,9 @@ def cpu_model() -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def write_json(result: Any, path: Path) -> None:
-    """Write a dataclass as JSON; a reader never sees half a file."""
-    write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", path)
-
-
-def write_text(text: str, path: Path) -> None:
-    """Write a whole file or nothing: a reader never sees half of it, nor do two writers mix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        run = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None

@@ -190,15 +190,15 @@ def _every_launch(depth: int, rank: int, dtype: torch.dtype, masked: bool) -> It
                     yield launched, "newton" if newton else "sinkhorn"
 
 
-def as_markdown(rows: Iterable[Row]) -> str:
-    """A table by kernel and rank: registers on each architecture, then the most shared memory in kB.
+def as_table(rows: Iterable[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and lines by kernel and rank: registers on each architecture, then the most shared memory in kB.
 
     Of the variants of a kernel (side, solver, head dim) the one that takes most.
     """
     rows = list(rows)
     archs = sorted({row.arch for row in rows}, key=lambda arch: int(arch.removeprefix("sm_")))
     ranks = sorted({row.rank for row in rows})
-    lines = [f"| kernel | {' | '.join(f'R = {rank}' for rank in ranks)} |", "|---|" + "---|" * len(ranks)]
+    lines = []
     for kernel in dict.fromkeys(row.kernel for row in rows):
         cells = []
         for rank in ranks:
@@ -207,5 +207,5 @@ def as_markdown(rows: Iterable[Row]) -> str:
             shared = max((row.shared for row in these), default=0) / 1024
             numbers = " / ".join("?" if number is None else str(number) for number in registers)
             cells.append(f"{numbers}, {shared:.1f} kB" if these else "not used")
-        lines.append(f"| {kernel} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((kernel, *cells))
+    return ("kernel", *(f"R = {rank}" for rank in ranks)), lines

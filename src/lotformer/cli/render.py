@@ -1,0 +1,42 @@
+"""`lotformer render`: tables and figures of stored results, without running anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..bench import against_sdpa, memory, roofline, runtime, solvers, zoo
+from ..experiments import glue, stsb
+from ..results.report import Report
+from .terminal import one_clear_error, publish
+
+RENDERERS: dict[str, Callable[[Path], Report]] = {
+    module.NAME: module.render for module in (against_sdpa, memory, roofline, runtime, solvers, zoo, glue, stsb)
+}
+
+
+def render(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that benchmarks or experiments have written.")],
+) -> None:
+    """Write the table and the figure of stored results again."""
+    console = Console()
+    for folder in folders:
+        with one_clear_error(console, f"Cannot render {folder}"):
+            publish(console, RENDERERS[_experiment(folder)](folder), folder)
+
+
+def _experiment(folder: Path) -> str:
+    """The name that the JSON files in a folder carry."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            continue
+        if isinstance(found, dict) and found.get("experiment") in RENDERERS:
+            return str(found["experiment"])
+    raise ValueError(f"it holds no result of {', '.join(RENDERERS)}.")

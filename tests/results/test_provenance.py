@@ -1,0 +1,81 @@
+"""A result says where it comes from, and only what is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import lotformer
+from lotformer._files import write_json
+from lotformer.results.plain import read
+from lotformer.results.provenance import PACKAGES, Provenance, provenance
+
+
+def test_versions_are_those_of_what_is_installed():
+    found = provenance("lotformer x", threads=1, seed=3).versions
+    assert found["lotformer"] == lotformer.__version__
+    assert found["torch"] == metadata.version("torch")
+    installed = {distribution.metadata["Name"].lower().replace("_", "-") for distribution in metadata.distributions()}
+    assert set(found) - {"python", "lotformer"} == {name for name in PACKAGES if name in installed}
+
+
+def test_a_missing_package_is_left_out_instead_of_failing(monkeypatch):
+    known = metadata.version
+
+    def version(name: str) -> str:
+        if name == "transformers":
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert "transformers" not in provenance("", threads=1, seed=0).versions
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """The package outside its repository."""
+    shutil.copytree(Path(lotformer.__file__).parent, tmp_path / "repo" / "lotformer")
+    return tmp_path / "repo"
+
+
+def commit_of(folder: Path) -> str:
+    code = "from lotformer.results.provenance import commit; print(commit())"
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_code_and_of_no_other_repository(copied):
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=copied, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "something else")
+    assert commit_of(copied) == "None", "the repository does not hold the package"
+    git("add", "-A")
+    git("commit", "-q", "-m", "the package")
+    assert commit_of(copied) == git("rev-parse", "HEAD")
+    (copied / "lotformer" / "__init__.py").open("a").write("\n")
+    assert commit_of(copied) == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_it_survives_a_trip_through_json(tmp_path):
+    made = provenance("lotformer x", threads=2, seed=1, budget={"steps": 7})
+    write_json(made, tmp_path / "p.json")
+    assert read(Provenance, tmp_path / "p.json") == made
+
+
+def test_what_was_not_recorded_is_said():
+    made = provenance("lotformer x", threads=1, seed=0)
+    assert "1 thread;" in made.where()
+    assert f"lotformer {lotformer.__version__}" in made.where()
+    unknown = dataclasses.replace(made, cpu=None, cores=None, versions={"torch": "2.13.0"}, commit=None, note="copied")
+    assert unknown.where() == "machine not recorded; torch 2.13.0; copied"
