@@ -24,7 +24,7 @@ A command line and TOML files come from the settings (`cli.settings.with_setting
 `cli.training.train_with_progress`.
 
 **How it is built.** `loop` takes steps on batches from a `stream`; what becomes of the weights is up to `updates` (one
-process) or `accelerated` (any number). `checkpoints` keep the state, `interrupts` make signals wait for the end of a step;
+process) or `accelerated` (any number). `checkpoints` keep the state, `interrupts` make signals wait;
 `schedules`, `random_state`, `precision`, `decay` and `fingerprints` are what their names say. `run` is training from
 scratch; calibration and fine-tuning, the other two uses of the loop, are in `conversion.learning`.
 """

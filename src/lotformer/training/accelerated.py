@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 Grouping = Callable[[nn.Module], list[ParamGroup]]
 
 
-def make_accelerator(precision: str) -> Accelerator:
+def make_accelerator() -> Accelerator:
     """What `torchrun` or `accelerate launch` has set up, or this process alone."""
     try:
         from accelerate import Accelerator
     except ImportError as error:
         raise ImportError("training needs accelerate: pip install 'lotformer[train]'.") from error
-    return Accelerator(mixed_precision="bf16" if precision == "bf16" else "no")
+    # precision is not told: Accelerate cannot change it within a process, and runs of both kinds may follow each other
+    return Accelerator(mixed_precision="no")
 
 
 class AcceleratedTeam:
@@ -169,15 +170,13 @@ def _average(model: nn.Module, decay: float) -> Any:
 def _shard(model: nn.Module, accelerator: Accelerator) -> Any:
     """Shard every repeated block, then the rest: weights are then gathered block by block."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    options: dict[str, Any] = {"mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,))}
-    if accelerator.mixed_precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             blocks = [block for block in container if any(True for _ in block.parameters())]
             if len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
                 for block in blocks:
-                    fully_shard(block, **options)
-    return fully_shard(model, **options)
+                    fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)

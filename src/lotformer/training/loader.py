@@ -107,6 +107,7 @@ class LoaderStream:
             collate_fn=_as_it_is,
             num_workers=self._workers,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # a loader draws a seed when it starts: not from the model's generator
             worker_init_fn=_ignore_signals if self._workers else None,
         )
 

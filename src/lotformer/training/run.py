@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
         OSError: a checkpoint cannot be written; the previous one is intact.
     """
     settings = task.settings
-    accelerator = make_accelerator(settings.precision)
+    accelerator = make_accelerator()
     team = AcceleratedTeam(accelerator)
     _prepare(out, resume, team)
     with random_state.isolated(settings.seed):
@@ -126,6 +127,12 @@ def _prepare(out: Path, resume: bool, team: Team) -> None:
     exists = any(team.gather((out / LAST).exists()))  # also: nobody goes on before the folder is there
     if exists and not resume:
         raise ValueError(f"{out} holds a run already: resume it (--resume), or choose another folder.")
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    from accelerate.utils import send_to_device
+
+    return send_to_device(batch, device)
 
 
 class _Pace:
@@ -210,14 +217,11 @@ class _Training:
         pass
 
     def losses(self, batch: Any, step: int) -> Iterator[Tensor]:
-        from accelerate.utils import send_to_device
-
-        batch = send_to_device(batch, self.accelerator.device)
-        if (step + 1) % self.task.settings.profile_every:
-            yield self.task.loss(self.updates.model, batch)
-            return
-        with self._clock.watching():
-            yield self.task.loss(self.updates.model, batch)  # the loop differentiates it before it comes back
+        timed = (step + 1) % self.task.settings.profile_every == 0
+        with self._clock.watching() if timed else nullcontext():
+            with self._autocast():
+                loss = self.task.loss(self.updates.model, _moved(batch, self.accelerator.device))
+            yield loss  # the loop differentiates it before it comes back
 
     def after(self, step: int) -> bool:
         every = self.task.settings.evaluate_every
@@ -233,6 +237,10 @@ class _Training:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._STATE:
             setattr(self, name, state[name])
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        half = self.task.settings.precision == "bf16"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16) if half else nullcontext()
 
     def _evaluate(self, step: int) -> None:
         self.metrics = self._measured(self.updates.evaluated)
@@ -255,7 +263,7 @@ class _Training:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            with torch.no_grad(), self.accelerator.autocast(), random_state.isolated(self.task.settings.seed):
+            with torch.no_grad(), self._autocast(), random_state.isolated(self.task.settings.seed):
                 shares = self.team.gather(dict(self.task.evaluate(model, process)))
         finally:
             for module, training in modes.items():
