@@ -14,6 +14,7 @@ from ..attention.base import Attention
 from ..attention.masking import zero_padding
 from ..layers import AttentionLayer
 from ..nn.depthwise import DepthwiseMixing
+from ..nn.dropout import ByteDropout
 
 Pooling = Literal["real", "published"]
 
@@ -64,7 +65,7 @@ class LongRangeEncoder(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(max_length, dim))
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.position_embedding, std=0.02)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = ByteDropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
                 _layer(
@@ -131,7 +132,7 @@ class Block(nn.Module):
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, mlp_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_dim, dim), nn.Dropout(dropout)
+            nn.Linear(dim, mlp_dim), nn.GELU(), ByteDropout(dropout), nn.Linear(mlp_dim, dim), ByteDropout(dropout)
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
@@ -190,9 +191,9 @@ def _layer(
         num_heads,
         mechanism,
         attn_drop=attn_drop if "dropout" in known else 0.0,
-        proj_drop=proj_drop,
         **{**filled, **options},
     )
+    layer.proj_drop = ByteDropout(proj_drop)
     if local != "none" and not own_mixing:
         layer.mechanism = LocallyMixed(layer.mechanism, local)
     return layer
