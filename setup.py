@@ -2,7 +2,8 @@
 
 One source is compiled for each instruction set and the choice is made at run time, so a wheel built anywhere
 runs everywhere. The extension uses torch's stable ABI and Python's limited API: it does not tie the wheel to one
-version of either. It is optional: without a compiler the package installs and runs on its reference path.
+version of either. It is optional: without a compiler the package installs and runs on its reference path, and its wheel
+is tagged as pure Python, so that it is never taken for one with the kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path("src/lotformer/ops/cpu")
@@ -56,6 +58,16 @@ class BuildKernel(build_ext):
         )
 
 
+class Wheel(bdist_wheel):
+    """Tags the wheel by what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        content = Path(self.bdist_dir)
+        if content.is_dir():  # not so for an editable install, which has nothing to tell apart
+            self.root_is_pure = not any(content.rglob("_kernel.*so"))
+        return super().get_tag()
+
+
 sources = ["op.cpp", "scratch.cpp", "isa_portable.cpp", *(FLAGS if X86 else [])]
 extension = Extension(
     "lotformer.ops.cpu._kernel",
@@ -67,6 +79,6 @@ extension = Extension(
 posix = sys.platform in {"linux", "darwin"}
 setup(
     ext_modules=[extension] if posix else [],
-    cmdclass={"build_ext": BuildKernel},
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": Wheel},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -87,16 +87,16 @@ _BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed")
 
 @dataclass(frozen=True)
 class Cell:
-    """One task and one method. `score` is the task's metric × 100."""
+    """One task and one method. `score` is the task's metric × 100; None where it was not recorded."""
 
     task: str
     method: str
-    score: float
+    score: float | None
     recovered: float
     score_before_finetuning: float | None
     residual_max: float | None
     doubly_stochastic_mean: float | None
-    seconds: float
+    seconds: float | None
 
 
 def run(
@@ -264,6 +264,7 @@ class _Bench:
         if found is not None:
             return found
         base = self.softmax().score
+        assert base is not None
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
         model = self._model(self.cells.folder / "softmax")

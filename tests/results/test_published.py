@@ -1,0 +1,34 @@
+"""The published results: each folder renders to the table that stands in it, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lotformer.cli.render import RENDERERS, _experiment
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_table_is_the_one_that_the_numbers_give(folder):
+    report = RENDERERS[_experiment(folder)](folder)
+    assert (folder / "table.md").read_text(encoding="utf-8") == report.markdown() + "\n"
+    assert report.commands
+    assert all(command.startswith("lotformer ") for command in report.commands)
+    if report.draw is not None:
+        assert (folder / "figure.png").is_file()
+        assert (folder / "figure.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "results/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith(("http", "mailto")):
+            assert ((ROOT / page).parent / target).exists(), target
