@@ -16,6 +16,7 @@ from lotformer.bench.timing import Timing, alternate, ratios, thread_count
 from lotformer.bench.workload import Shape, Workload, near_square
 from lotformer.cli import app
 from lotformer.ops import backends, reference
+from lotformer.ops.problem import Result
 
 needs_proc = pytest.mark.skipif(not process.can_measure_peak(), reason="peak memory is read from /proc (Linux)")
 
@@ -36,18 +37,19 @@ def load(folder: Path, threads: int = 1) -> dict:
     return result
 
 
-def wrong(problem):
-    return reference.run(problem) * 1.001
+def wrong(*problem):
+    return Result(reference.run(*problem).out * 1.001)
 
 
-def wrong_gradient(problem):
-    return reference.run(problem) + 0.001 * (problem.q.sum() - problem.q.detach().sum())
+def wrong_gradient(transport, *rest):
+    drift = transport.q.sum() - transport.q.detach().sum()
+    return Result(reference.run(transport, *rest).out + 0.001 * drift)
 
 
 @pytest.fixture
 def wrong_backends(monkeypatch):
     made = tuple(
-        backends.Backend(run.__name__, run, lambda: None, lambda problem: None) for run in (wrong, wrong_gradient)
+        backends.Backend(run.__name__, run, lambda: None, lambda transport: None) for run in (wrong, wrong_gradient)
     )
     monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, *made))
 

@@ -40,7 +40,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 else:
     from lotformer import lot_attention
     from lotformer.ops import reference
-    from lotformer.ops.problem import Problem
+    from lotformer.ops.problem import Solve, Transport
     from lotformer.ops.triton import op
 
     def _problem(
@@ -85,14 +85,15 @@ else:
             for x, y in tensors.items()
         }  # fmt: skip
         rest = {x: y.to(device) if isinstance(y, Tensor) else y for x, y in rest.items()}
-        named = {"query_masses": None, "key_masses": None, **leaves, **rest}
-        out = run(Problem(scale=leaves["q"].shape[-1] ** -0.5, **named))
+        named = {**leaves, **rest}
+        what, how = ({x: named[x] for x in kind._fields if x in named} for kind in (Transport, Solve))
+        out, _ = run(Transport(**what), Solve(**how), False)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         (out * weights.to(out)).sum().backward()
         return {"out": out.detach().cpu(), **{x: y.grad.cpu() for x, y in leaves.items()}}
 
     def _kernel(strategy: str, tensors: dict[str, Tensor], rest: dict[str, object], dtype=torch.float32):
-        return _evaluate(lambda p: op.run(p, strategy), tensors, rest, dtype, DEVICE)
+        return _evaluate(lambda *problem: op.run(*problem, strategy), tensors, rest, dtype, DEVICE)
 
     def _assert_agrees(strategy: str, *, tolerance: float = 1e-5, dtype=torch.float32, **options) -> None:
         tensors, rest = _problem(**options)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import backends
-from ..ops.problem import Problem
+from ..ops.problem import Solve, Transport
 
 TOLERANCE = 1e-5  # relative, fp32 at ε >= 0.05: values and gradients
 
@@ -30,11 +30,11 @@ def check_backend(
 
     q, k, v = (draw(2, heads, n, head_dim) for _ in range(3))
     pivots, log_masses = draw(heads, rank, head_dim), draw(heads, rank).log_softmax(-1)
-    problem = Problem(q, k, v, pivots, log_masses, eps, "sinkhorn", iters, None, head_dim**-0.5, None, None, None, None)
-    chosen = backends.choose(problem, backend)
+    transport, solve = Transport(q, k, v, pivots, log_masses), Solve(eps, "sinkhorn", iters)
+    chosen = backends.choose(transport, backend)
     upstream = draw(2, heads, n, head_dim)
-    expected = _evaluate(backends.choose(problem, "reference"), problem, torch.float64, upstream, backward)
-    got = _evaluate(chosen, problem, torch.float32, upstream, backward)
+    expected = _evaluate(backends.REFERENCE, transport, solve, torch.float64, upstream, backward)
+    got = _evaluate(chosen, transport, solve, torch.float32, upstream, backward)
     for name, reference in expected.items():
         error = ((got[name].double() - reference).abs().amax() / reference.abs().amax()).item()
         if not error <= TOLERANCE:
@@ -46,11 +46,16 @@ def check_backend(
 
 
 def _evaluate(
-    backend: backends.Backend, problem: Problem, dtype: torch.dtype, upstream: Tensor, backward: bool
+    backend: backends.Backend,
+    transport: Transport,
+    solve: Solve,
+    dtype: torch.dtype,
+    upstream: Tensor,
+    backward: bool,
 ) -> dict[str, Tensor]:
     names = ("q", "k", "v", "pivots", "log_masses")
-    inputs = {name: getattr(problem, name).to(dtype).requires_grad_(backward) for name in names}
-    out = backend.run(problem._replace(**inputs))
+    inputs = {name: getattr(transport, name).to(dtype).requires_grad_(backward) for name in names}
+    out, _ = backend.run(transport._replace(**inputs), solve, False)
     found = {"the output": out.detach()}
     if backward:
         gradients = torch.autograd.grad(out, list(inputs.values()), upstream.to(dtype))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import backends, reference
+from .checks import check
 from .coupling import Coupling
-from .problem import Problem, Solver, check, check_pivot_masses
+from .problem import Solve, Solver, Transport
 
 CAUSAL_REFUSAL = (
     "LOT attention cannot be causal: in a lower-triangular doubly stochastic matrix the last column has one "
@@ -36,6 +39,7 @@ def lot_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     backend: str | None = None,
+    return_residual: bool = False,
 ) -> Tensor:
     """Attention by two entropic transport plans glued at a small pivot measure: linear in N and M.
 
@@ -60,6 +64,8 @@ def lot_attention(
         dropout_p: probability of dropping a key: the same entries of A for every query of a head, so that A
             need not be formed.
         backend: None picks the fastest that can run the problem; a name forces it or raises.
+        return_residual: return `(out, residual)`, with the residual `ρ (B, H)` that the backend's solve has reached:
+            a column of A misses its sum by at most `2ρ / (1 - ρ)` of it.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `q`. Rows of padded queries, and samples without keys, are zero.
@@ -68,21 +74,21 @@ def lot_attention(
         raise ValueError(CAUSAL_REFUSAL)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"`dropout_p`: expected a probability in [0, 1), got {dropout_p}.")
-    problem = Problem(
-        q, k, v, pivots, log_masses, eps, solver, iters, tol,
-        q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
-    )  # fmt: skip
-    check(problem)
-    chosen = backends.choose(problem, backend)
-    empty = q.shape[2] == 0 or k.shape[2] == 0
-    if empty or not chosen.checks_pivot_masses:
-        check_pivot_masses(problem)
-    if empty:
-        return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
+    transport = Transport(q, k, v, pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
+    solve = Solve(eps, solver, iters, tol, scale)
+    check(transport, solve)
+    chosen = backends.choose(transport, backend)
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        out = q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
+        return cast(Tensor, (out, _no_residual(q))) if return_residual else out
     if dropout_p > 0:
         kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)
-        problem = problem._replace(v=v * kept)
-    return chosen.run(problem)
+        transport = transport._replace(v=v * kept)
+    out, report = chosen.run(transport, solve, return_residual)
+    if report is None:
+        return out
+    # to a type checker a tensor unpacks like a pair does; overloads would state every argument twice more
+    return cast(Tensor, (out, report.residual))
 
 
 def coupling(
@@ -100,20 +106,32 @@ def coupling(
     key_mask: Tensor | None = None,
     query_masses: Tensor | None = None,
     key_masses: Tensor | None = None,
+    backend: str | None = None,
 ) -> Coupling:
-    """The two plans behind `lot_attention` with the same arguments, to look at and to apply."""
-    problem = Problem(
-        q, k, k[..., :0], pivots, log_masses, eps, solver, iters, tol,
-        q.shape[-1] ** -0.5 if scale is None else scale, query_mask, key_mask, query_masses, key_masses,
-    )  # fmt: skip
-    check(problem)
-    check_pivot_masses(problem)
-    query_plan, key_plan = reference.plans(problem)
+    """The two plans behind `lot_attention` with the same arguments, to look at and to apply.
+
+    They are the plans of the backend that `lot_attention` would run, made from the potentials it reaches: what they
+    miss is what it misses. `backend="reference"` gives plans that carry gradients.
+    """
+    transport = Transport(q, k, k[..., :1], pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
+    solve = Solve(eps, solver, iters, tol, scale)
+    check(transport, solve)
+    chosen = backends.choose(transport, backend)
+    if chosen is backends.REFERENCE or q.shape[2] == 0 or k.shape[2] == 0:
+        query_plan, key_plan = reference.plans(transport, solve)
+    else:
+        with torch.no_grad():
+            query_plan, key_plan = reference.plans(transport, solve, chosen.run(transport, solve, True).report)
     return Coupling(
         query_plan=query_plan,
         key_plan=key_plan,
-        masses=reference.log_pivot_masses(problem)[:, 0].exp(),
-        query_masses=reference.query_masses(problem),
-        key_masses=reference.key_masses(problem),
+        masses=reference.log_pivot_masses(transport, solve)[:, 0].exp(),
+        query_masses=reference.query_masses(transport),
+        key_masses=reference.key_masses(transport),
         key_mask=key_mask,
+        backend=chosen.name,
     )
+
+
+def _no_residual(q: Tensor) -> Tensor:
+    return q.new_zeros(q.shape[:2], dtype=reference.solve_dtype(q))

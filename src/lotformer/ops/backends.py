@@ -7,48 +7,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from . import cpu, reference, triton
 from .folding import folding
-from .problem import Problem
+from .problem import Run, Transport
 
 
 @dataclass(frozen=True)
 class Backend:
     """An implementation of the operator.
 
-    `why_unavailable()` explains why it cannot run on this machine at all, `why_unsupported(problem)` why it
-    cannot run this problem; both return None when it can. `checks_pivot_masses` says that `run` itself refuses masses
-    of the pivots that do not sum to one.
+    `why_unavailable()` explains why it cannot run on this machine at all, `why_unsupported(transport)` why it
+    cannot run this problem; both return None when it can.
     """
 
     name: str
-    run: Callable[[Problem], Tensor]
+    run: Run
     why_unavailable: Callable[[], str | None]
-    why_unsupported: Callable[[Problem], str | None]
-    checks_pivot_masses: bool = False
+    why_unsupported: Callable[[Transport], str | None]
 
+
+REFERENCE = Backend("reference", reference.run, lambda: None, lambda transport: None)
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported, checks_pivot_masses=True),
+    Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported),
     Backend("triton", folding(triton.run), triton.why_unavailable, triton.why_unsupported),
-    Backend("reference", reference.run, lambda: None, lambda problem: None),
+    REFERENCE,
 )
 """In order of preference; the reference comes last and runs everything."""
 
 
-def choose(problem: Problem, name: str | None) -> Backend:
+def choose(transport: Transport, name: str | None) -> Backend:
     """The best backend for the problem, or the named one, or an error that says why it cannot be used."""
-    if name is None and torch.compiler.is_exporting():
-        return BACKENDS[-1]  # an exported program should run where this package's kernels are not
     if name is None:
-        return next(b for b in BACKENDS if not b.why_unsupported(problem) and _is_available(b))
-    backend = next((b for b in BACKENDS if b.name == name), None)
-    if backend is None:
-        known = ", ".join(repr(b.name) for b in BACKENDS)
-        raise ValueError(f"`backend`: expected None or one of {known}, got {name!r}.")
-    reason = backend.why_unavailable() or backend.why_unsupported(problem)
+        if torch.compiler.is_exporting():
+            return REFERENCE  # an exported program should run where this package's kernels are not
+        for backend in BACKENDS:
+            if backend.why_unsupported(transport) is None and _is_available(backend):
+                return backend
+    named = {backend.name: backend for backend in BACKENDS}
+    if name not in named:
+        raise ValueError(f"`backend`: expected None or one of {', '.join(map(repr, named))}, got {name!r}.")
+    backend = named[name]
+    reason = backend.why_unavailable() or backend.why_unsupported(transport)
     if reason:
         raise ValueError(f"backend {name!r} cannot be used here: {reason} Use `backend=None` to let it be chosen.")
     return backend

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import reference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Coupling:
     """Low-rank attention `A = P Wᵀ` as its two factors.
 
@@ -21,6 +21,7 @@ class Coupling:
         query_masses, key_masses: masses of the tokens in force, `(B, 1 or H, N)` and `(B, 1 or H, M)`, zero on
             padding.
         key_mask: which keys are real `(B, M)`; None if all are.
+        backend: whose plans they are.
     """
 
     query_plan: Tensor
@@ -29,6 +30,12 @@ class Coupling:
     query_masses: Tensor
     key_masses: Tensor
     key_mask: Tensor | None = None
+    backend: str = "reference"
+
+    def __repr__(self) -> str:
+        batch, heads, n, rank = self.query_plan.shape
+        shape = f"{n}×{self.key_plan.shape[2]} of rank ≤ {rank}, {batch} samples × {heads} heads"
+        return f"Coupling({shape}, {self.query_plan.dtype}, backend={self.backend!r})"
 
     def apply(self, v: Tensor) -> Tensor:
         """`A v` for values `(B, H, M, Dv)`, in O((N + M) R Dv)."""

@@ -9,33 +9,73 @@
 
     out = P (Wᵀ v)
 
-A transport plan between tokens and pivots is `Γ_ij = a_i exp(f_i + s_ij + g_j)`. Both solvers below return
-a plan whose one marginal is exact by construction and whose other marginal is as good as the solve.
+A transport plan between tokens and pivots is `Γ_ij = a_i exp(f_i + s_ij + g_j)`. Both solvers find a potential g of the
+pivots, to which `f = -LSE_j(s + g)` belongs. Each plan has one marginal that is exact by construction and another that
+is as good as the solve.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import newton
-from .problem import LEAST_LOG_MASS, Problem
+from .problem import LEAST_LOG_MASS, Report, Result, Solve, Transport
 
 
-def plans(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Query plan P `(B, H, N, R)` and key plan W `(B, H, M, R)`; rows of padded tokens are zero."""
-    p = problem
-    with torch.autocast(p.q.device.type, enabled=False):
-        log_m = log_pivot_masses(p)
-        query_plan = _query_plan(p, _scores(p, p.q, p.query_mask), query_masses(p), log_m)
-        key_plan = _key_plan(p, _scores(p, p.k, p.key_mask), key_masses(p), log_m)
-    return query_plan, key_plan
+class _Side(NamedTuple):
+    """The tokens of one side as the solvers see them."""
+
+    scores: Tensor  # s, (B, H, tokens, R)
+    log_a: Tensor  # (B, 1 or H, tokens); -inf where there is no mass
+    exists: Tensor  # whether the sample has any mass, (B, 1 or H, 1, 1)
+    log_m: Tensor  # (H, 1, R)
 
 
-def run(problem: Problem) -> Tensor:
+def run(transport: Transport, solve: Solve, report: bool) -> Result:
     """The operator: `P (Wᵀ v)` without forming the N×M matrix."""
-    query_plan, key_plan = plans(problem)
-    return mix(query_plan, key_plan, zero_padding(problem.v, problem.key_mask))
+    t = transport
+    with torch.autocast(t.q.device.type, enabled=False):
+        queries, keys = _query_side(t, solve), _key_side(t, solve)
+        query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
+        query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
+    out = mix(query_plan, key_plan, zero_padding(t.v, t.key_mask))
+    if not report:
+        return Result(out)
+    with torch.no_grad():
+        residual = torch.maximum(_column_error(queries, query_g), _column_error(keys, key_g))
+    return Result(out, Report(query_g[..., 0, :].detach(), key_g[..., 0, :].detach(), residual))
+
+
+def plans(transport: Transport, solve: Solve, report: Report | None = None) -> tuple[Tensor, Tensor]:
+    """Query plan P `(B, H, N, R)` and key plan W `(B, H, M, R)`; rows of padded tokens are zero.
+
+    Those that `run` uses, or those of the backend whose report is given.
+    """
+    t = transport
+    with torch.autocast(t.q.device.type, enabled=False):
+        queries, keys = _query_side(t, solve), _key_side(t, solve)
+        if report is None:
+            query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
+        else:
+            query_g, key_g = report.query_potential[..., None, :], report.key_potential[..., None, :]
+        return _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
+
+
+@torch.no_grad()
+def residual(transport: Transport, solve: Solve, query_potential: Tensor, key_potential: Tensor) -> Tensor:
+    """How far the two plans of potentials `(B, H, R)` are from balanced, `ρ (B, H)`.
+
+    `ρ = max_j |b_j / m_j - 1|` over the pivots of both sides, where b are the masses that `softmax_j(s + g)` sends to
+    the pivots. A key's column of A misses its sum by at most `2ρ / (1 - ρ)` of it. Pivots without a mass to speak of
+    are left out, and a sample without tokens has a residual of 0.
+    """
+    with torch.autocast(transport.q.device.type, enabled=False):
+        queries = _column_error(_query_side(transport, solve), query_potential[..., None, :])
+        keys = _column_error(_key_side(transport, solve), key_potential[..., None, :])
+    return torch.maximum(queries, keys)
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
@@ -44,38 +84,68 @@ def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
         return (query_plan @ (key_plan.mT @ v.to(key_plan.dtype))).to(v.dtype)
 
 
-def _query_plan(p: Problem, s: Tensor, a: Tensor, log_m: Tensor) -> Tensor:
-    log_a, _ = _log_masses(a)
-    if p.solver == "newton":
-        g = newton.potential(s, log_a.exp(), log_m, tol=p.tol)
-    else:
-        g = torch.zeros_like(log_m)
-        for _ in range(p.iters):
-            f = -torch.logsumexp(s + g, -1, keepdim=True)
-            g = log_m - torch.logsumexp(log_a[..., None] + s + f, -2, keepdim=True)
-    return zero_padding(torch.softmax(s + g, -1), p.query_mask)
+# The two half-steps of a sweep. `_pivot_potential` alone sums over the tokens: a sequence split over processes would
+# add up its R numbers there (and `Wᵀ v` in `mix`), and nothing else would change.
 
 
-def _key_plan(p: Problem, s: Tensor, a: Tensor, log_m: Tensor) -> Tensor:
-    log_a, exists = _log_masses(a)
-    if p.solver == "newton":
-        g = newton.potential(s, log_a.exp(), log_m, tol=p.tol)
-        f = -torch.logsumexp(s + g, -1, keepdim=True)
-    else:
-        f = torch.zeros_like(s[..., :1])
-        for _ in range(p.iters):
-            g = log_m - torch.logsumexp(log_a[..., None] + s + f, -2, keepdim=True)
-            f = -torch.logsumexp(s + g, -1, keepdim=True)
-    return torch.softmax(log_a[..., None] + s + f, -2) * exists
+def _token_potential(side: _Side, g: Tensor) -> Tensor:
+    """`f (…, tokens, 1)` that makes rows of the plan sum to their masses."""
+    return -torch.logsumexp(side.scores + g, -1, keepdim=True)
 
 
-def _scores(p: Problem, x: Tensor, mask: Tensor | None) -> Tensor:
+def _pivot_potential(side: _Side, f: Tensor) -> Tensor:
+    """`g (…, 1, R)` that makes columns of the plan sum to the masses of the pivots."""
+    return side.log_m - torch.logsumexp(side.log_a[..., None] + side.scores + f, -2, keepdim=True)
+
+
+def _query_potential(side: _Side, solve: Solve) -> Tensor:
+    if solve.solver == "newton":
+        return newton.potential(side.scores, side.log_a.exp(), side.log_m, tol=solve.tol)
+    g = torch.zeros_like(side.log_m)
+    for _ in range(solve.iters):
+        g = _pivot_potential(side, _token_potential(side, g))
+    return g
+
+
+def _key_potential(side: _Side, solve: Solve) -> Tensor:
+    if solve.solver == "newton":
+        return newton.potential(side.scores, side.log_a.exp(), side.log_m, tol=solve.tol)
+    g = _pivot_potential(side, torch.zeros_like(side.scores[..., :1]))
+    for _ in range(solve.iters - 1):
+        g = _pivot_potential(side, _token_potential(side, g))
+    return g
+
+
+def _query_plan(side: _Side, g: Tensor, mask: Tensor | None) -> Tensor:
+    return zero_padding(torch.softmax(side.scores + g, -1), mask)
+
+
+def _key_plan(side: _Side, g: Tensor) -> Tensor:
+    return torch.softmax(side.log_a[..., None] + side.scores + _token_potential(side, g), -2) * side.exists
+
+
+def _column_error(side: _Side, g: Tensor) -> Tensor:
+    # one more sweep would move g by log(m / b)
+    log_ratio = g - _pivot_potential(side, _token_potential(side, g))
+    counts = side.exists & (side.log_m > LEAST_LOG_MASS["newton"])
+    return torch.where(counts, torch.expm1(log_ratio).abs(), 0.0).amax((-2, -1))
+
+
+def _query_side(t: Transport, s: Solve) -> _Side:
+    return _side(t, s, t.q, t.query_mask, query_masses(t))
+
+
+def _key_side(t: Transport, s: Solve) -> _Side:
+    return _side(t, s, t.k, t.key_mask, key_masses(t))
+
+
+def _side(t: Transport, s: Solve, x: Tensor, mask: Tensor | None, a: Tensor) -> _Side:
     dtype = solve_dtype(x)
-    temperature = p.scale / p.eps
+    temperature = s.temperature(x.shape[-1])
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(dtype).expand(p.pivots.shape[-3])[:, None, None]
-    z = p.pivots.to(dtype) * temperature
-    return zero_padding(x, mask).to(dtype) @ z.mT
+        temperature = temperature.to(dtype).expand(t.pivots.shape[-3])[:, None, None]
+    scores = zero_padding(x, mask).to(dtype) @ (t.pivots.to(dtype) * temperature).mT
+    return _Side(scores, *log_token_masses(a), log_pivot_masses(t, s))
 
 
 def solve_dtype(x: Tensor) -> torch.dtype:
@@ -83,19 +153,19 @@ def solve_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def log_pivot_masses(p: Problem) -> Tensor:
+def log_pivot_masses(t: Transport, s: Solve) -> Tensor:
     """Log masses of the pivots `(H, 1, R)`, normalised, so that rounding in the input cannot unbalance a plan."""
-    return p.log_masses.clamp_min(LEAST_LOG_MASS[p.solver]).to(solve_dtype(p.q)).log_softmax(-1)[:, None, :]
+    return t.log_masses.clamp_min(LEAST_LOG_MASS[s.solver]).to(solve_dtype(t.q)).log_softmax(-1)[:, None, :]
 
 
-def query_masses(p: Problem) -> Tensor:
+def query_masses(t: Transport) -> Tensor:
     """Masses of the queries in force, `(B, 1 or H, N)`; zero on padding, sum 1 (0 for an empty sample)."""
-    return _token_masses(p.query_masses, p.query_mask, p.q)
+    return _token_masses(t.query_masses, t.query_mask, t.q)
 
 
-def key_masses(p: Problem) -> Tensor:
+def key_masses(t: Transport) -> Tensor:
     """Masses of the keys in force, `(B, 1 or H, M)`; zero on padding, sum 1 (0 for an empty sample)."""
-    return _token_masses(p.key_masses, p.key_mask, p.k)
+    return _token_masses(t.key_masses, t.key_mask, t.k)
 
 
 def _token_masses(masses: Tensor | None, mask: Tensor | None, x: Tensor) -> Tensor:
@@ -111,7 +181,7 @@ def _token_masses(masses: Tensor | None, mask: Tensor | None, x: Tensor) -> Tens
     return a / torch.where(total > 0, total, 1.0)
 
 
-def _log_masses(a: Tensor) -> tuple[Tensor, Tensor]:
+def log_token_masses(a: Tensor) -> tuple[Tensor, Tensor]:
     """`log a` (-inf where there is no mass) and whether the sample has any mass, `(B, 1 or H, 1, 1)`.
 
     A sample without mass is solved as if its (zeroed) tokens were real, which is finite, and then dropped.

@@ -62,11 +62,21 @@ struct Call {
   float* grad_masses[2];                                     // (batch, heads, tokens) or nullptr
 };
 
-// Floats of state per head: the potentials that backward starts from, then which form they are in.
+// What is kept per head for backward, and for whoever asks how the solve went. First vectors of `rank` numbers:
+//   Sinkhorn  after each sweep of the queries; after each half-step to the pivots of the keys (iters + 1: the last closes)
+//   Newton    potential of the queries; potential of the keys; 1 / column sums of the keys' plan at it
+// then notes. A Sinkhorn vector is exp(g), up to a factor, or g if the note of its side says so.
+enum Note { kQueryIsLog = 0, kKeyIsLog = 1, kKeyOrigin = 2, kResidual = 3, kNotes = 4 };
+
 inline int64_t state_size(Solver solver, int iters, int rank) {
   const int64_t vectors = solver == kSinkhorn ? 2 * int64_t(iters) + 1 : 3;
-  return vectors * rank + 4;
+  return vectors * rank + kNotes;
 }
+
+constexpr int kMaxWidth = 256;  // largest rank and largest head dimension
+
+// Lighter pivots count as this light: LEAST_LOG_MASS of problem.py.
+constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
 struct Kernel {
   const char* name;

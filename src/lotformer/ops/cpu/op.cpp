@@ -96,30 +96,54 @@ void expect(const MaybeTensor& x, const char* name, ScalarType type, std::vector
   if (x) expect(*x, name, type, shape);
 }
 
-void expect_normalised(const Tensor& log_masses) {
-  const float* x = static_cast<const float*>(log_masses.data_ptr());
-  for (int64_t h = 0; h < log_masses.size(0); h++) {
-    double total = 0;
-    for (int64_t j = 0; j < log_masses.size(1); j++) total += std::exp(*x++);
-    STD_TORCH_CHECK(std::fabs(total - 1) < 2e-2, "lotformer: `log_masses`: expected logarithms of masses that sum to 1. Use `log_masses.log_softmax(-1)`.");
-  }
+// Takes the arguments of a boxed call one by one, in the order of the schema.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  Tensor tensor() { return torch::stable::detail::to<Tensor>(*next_++); }
+  MaybeTensor maybe_tensor() { return torch::stable::detail::to<MaybeTensor>(*next_++); }
+  double number() { return torch::stable::detail::to<double>(*next_++); }
+  int64_t integer() { return torch::stable::detail::to<int64_t>(*next_++); }
+
+ private:
+  StableIValue* next_;
+};
+
+template <class... Tensors>
+void give_back(StableIValue* stack, const Tensors&... results) {
+  ((*stack++ = torch::stable::detail::from(results)), ...);
 }
+
+#define LOT_INPUTS                                                                                                   \
+  "Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor? temperatures, Tensor? query_masses, "     \
+  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol"
+
+// LOT_INPUTS as they come.
+struct Given {
+  Arguments& next;
+  Tensor q = next.tensor(), k = next.tensor(), v = next.tensor(), pivots = next.tensor(), log_masses = next.tensor();
+  MaybeTensor temperatures = next.maybe_tensor();
+  MaybeTensor query_masses = next.maybe_tensor(), key_masses = next.maybe_tensor();
+  MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
+  double temperature = next.number();
+  int64_t solver = next.integer(), iters = next.integer();
+  double tol = next.number();
+};
 
 // The inputs both directions share, held alive in the layout the kernel reads.
 struct Inputs {
+  Given given;
   Tensor q, k, v, pivots, log_masses;
   MaybeTensor temperatures;
   lot::Call call;
 
-  Inputs(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& pivots_, const Tensor& log_masses_,
-         const MaybeTensor& temperatures_, const MaybeTensor& query_masses, const MaybeTensor& key_masses,
-         const MaybeTensor& query_mask, const MaybeTensor& key_mask, double temperature, int64_t solver, int64_t iters,
-         double tol)
-      : q(with_contiguous_rows(q_)),
-        k(with_contiguous_rows(k_)),
-        v(with_contiguous_rows(v_)),
-        pivots(packed(pivots_)),
-        log_masses(packed(log_masses_)) {
+  explicit Inputs(Arguments& next)
+      : given{next},
+        q(with_contiguous_rows(given.q)),
+        k(with_contiguous_rows(given.k)),
+        v(with_contiguous_rows(given.v)),
+        pivots(packed(given.pivots)),
+        log_masses(packed(given.log_masses)) {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
@@ -128,9 +152,10 @@ struct Inputs {
     const bool own_pivots = pivots.dim() == 4;
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
     const int64_t rank = pivots.size(own_pivots ? 2 : 1), value_dim = v.size(3);
-    STD_TORCH_CHECK(rank >= 1 && rank <= 256 && d >= 1 && d <= 256 && value_dim >= 1 && value_dim <= 256,
-                    "lotformer: the CPU kernel takes ranks and head dimensions from 1 to 256.");
-    STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && iters >= 1,
+    for (int64_t width : {rank, d, value_dim})
+      STD_TORCH_CHECK(width >= 1 && width <= lot::kMaxWidth, "lotformer: the CPU kernel takes ranks and head ",
+                      "dimensions from 1 to ", lot::kMaxWidth, ", got ", width, ".");
+    STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && given.iters >= 1,
                     "lotformer: the CPU kernel needs at least one query, one key and one sweep.");
     expect(q, "q", type, {batch, heads, n, d});
     expect(k, "k", type, {batch, heads, m, d});
@@ -140,12 +165,12 @@ struct Inputs {
     else
       expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
-    if (temperatures_) temperatures = packed(*temperatures_);
+    if (given.temperatures) temperatures = packed(*given.temperatures);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
-    expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
-    expect(key_masses, "key_masses", ScalarType::Float, {batch, heads, m});
-    expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
-    expect(key_mask, "key_mask", ScalarType::Bool, {batch, m});
+    expect(given.query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
+    expect(given.key_masses, "key_masses", ScalarType::Float, {batch, heads, m});
+    expect(given.query_mask, "query_mask", ScalarType::Bool, {batch, n});
+    expect(given.key_mask, "key_mask", ScalarType::Bool, {batch, m});
     call = lot::Call{};
     call.host = host();
     call.batch = batch;
@@ -163,15 +188,15 @@ struct Inputs {
     call.own_pivots = own_pivots;
     call.log_masses = static_cast<const float*>(log_masses.data_ptr());
     call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
-    call.temperature = float(temperature);
-    call.masses[lot::kQuery] = masses(query_masses);
-    call.masses[lot::kKey] = masses(key_masses);
-    call.masks[lot::kQuery] = mask(query_mask);
-    call.masks[lot::kKey] = mask(key_mask);
-    call.solver = lot::Solver(solver);
-    call.least_log_mass = call.solver == lot::kNewton ? -60.f : -1e4f;  // LEAST_LOG_MASS of problem.py
-    call.iters = int(iters);
-    call.tol = tol;
+    call.temperature = float(given.temperature);
+    call.masses[lot::kQuery] = masses(given.query_masses);
+    call.masses[lot::kKey] = masses(given.key_masses);
+    call.masks[lot::kQuery] = mask(given.query_mask);
+    call.masks[lot::kKey] = mask(given.key_mask);
+    call.solver = lot::Solver(given.solver);
+    call.least_log_mass = lot::least_log_mass(call.solver);
+    call.iters = int(given.iters);
+    call.tol = given.tol;
   }
 };
 
@@ -197,37 +222,35 @@ Tensor output_like(const Tensor& q, const Tensor& v) {
   return torch::stable::new_empty(q, std::vector<int64_t>{q.size(0), q.size(1), q.size(2), v.size(3)});
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses,
-                                           MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
-                                           MaybeTensor query_mask, MaybeTensor key_mask, double temperature,
-                                           int64_t solver, int64_t iters, double tol) {
-  Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
-            solver, iters, tol);
-  expect_normalised(in.log_masses);
+void forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments next(stack);
+  Inputs in(next);
   lot::Call& c = in.call;
-  Tensor out = output_like(q, v);
-  Tensor state = floats(q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
-  Tensor mixed = floats(q, {c.batch, c.heads, c.rank, c.value_dim});
+  Tensor out = output_like(in.given.q, in.v);
+  Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  Tensor mixed = floats(in.q, {c.batch, c.heads, c.rank, c.value_dim});
   c.out = rows(out);
   c.state = data(state);
   c.mixed = data(mixed);
   chosen_kernel().forward(c);
-  return {out, state, mixed};
+  give_back(stack, out, state, mixed);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor grad_out, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses,
-    MaybeTensor temperatures, MaybeTensor query_masses, MaybeTensor key_masses,
-    MaybeTensor query_mask, MaybeTensor key_mask, double temperature, int64_t solver, int64_t iters, double tol) {
-  Inputs in(q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask, temperature,
-            solver, iters, tol);
+void backward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments next(stack);
+  Tensor dout = with_contiguous_rows(next.tensor());
+  Tensor state = next.tensor(), mixed = next.tensor();
+  Inputs in(next);
   lot::Call& c = in.call;
-  Tensor dout = with_contiguous_rows(grad_out);
-  expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[0], c.value_dim});
+  const Tensor& q = in.q;
+  expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[lot::kQuery], c.value_dim});
+  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor dpivots = c.own_pivots ? floats(q, {c.batch, c.heads, c.rank, c.dim}) : floats(q, {c.heads, c.rank, c.dim});
   Tensor dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
+  const bool query_masses = in.given.query_masses.has_value(), key_masses = in.given.key_masses.has_value();
   Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});
   Tensor dkey = floats(q, {c.batch, c.heads, key_masses ? c.length[lot::kKey] : 0});
   c.state = data(state);
@@ -242,24 +265,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   c.grad_masses[lot::kQuery] = query_masses ? data(dquery) : nullptr;
   c.grad_masses[lot::kKey] = key_masses ? data(dkey) : nullptr;
   chosen_kernel().backward(c);
-  return {dq, dk, dv, dpivots, dlog_masses, dtemperatures, dquery, dkey};
+  give_back(stack, dq, dk, dv, dpivots, dlog_masses, dtemperatures, dquery, dkey);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def(
-      "cpu_forward(Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor? temperatures, "
-      "Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, "
-      "int iters, float tol) -> (Tensor out, Tensor state, Tensor mixed)");
-  library.def(
-      "cpu_backward(Tensor grad, Tensor state, Tensor mixed, Tensor q, Tensor k, Tensor v, Tensor pivots, "
-      "Tensor log_masses, Tensor? temperatures, Tensor? query_masses, Tensor? key_masses, Tensor? query_mask, "
-      "Tensor? key_mask, float temperature, int solver, int iters, float tol) -> (Tensor q, Tensor k, Tensor v, "
-      "Tensor pivots, Tensor log_masses, Tensor temperatures, Tensor query_masses, Tensor key_masses)");
+  library.def("cpu_forward(" LOT_INPUTS ") -> (Tensor out, Tensor state, Tensor mixed)");
+  library.def("cpu_backward(Tensor grad, Tensor state, Tensor mixed, " LOT_INPUTS
+              ") -> (Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor temperatures, "
+              "Tensor query_masses, Tensor key_masses)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {
-  library.impl("cpu_forward", TORCH_BOX(&forward));
-  library.impl("cpu_backward", TORCH_BOX(&backward));
+  library.impl("cpu_forward", &forward);
+  library.impl("cpu_backward", &backward);
 }
 
 // What this build can run here, best first, and what it chose: for `lotformer doctor` and the tests.

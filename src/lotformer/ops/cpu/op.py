@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..problem import Problem, check_pivot_masses
+from .. import reference
+from ..problem import Report, Result, Solve, Transport
 
 _load_error: str | None = None
 try:
@@ -17,6 +18,9 @@ except ImportError as error:
 
 MAX_WIDTH = 256
 """Largest rank and largest head dimension the kernel takes."""
+
+STATE_NOTES = 4
+"""Numbers at the end of a head's state that are about the solve, see `call.h`."""
 
 _SOLVERS = {"sinkhorn": 0, "newton": 1}
 _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops each head on its own anyway
@@ -36,13 +40,13 @@ def why_unavailable() -> str | None:
     )
 
 
-def why_unsupported(problem: Problem) -> str | None:
-    p = problem
-    if p.q.device.type != "cpu":
-        return f"it runs on the CPU and the tensors are on {p.q.device}."
-    if p.q.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, not {p.q.dtype}."
-    _, _, _, _, rank, dim, value_dim = p.shape
+def why_unsupported(transport: Transport) -> str | None:
+    q = transport.q
+    if q.device.type != "cpu":
+        return f"it runs on the CPU and the tensors are on {q.device}."
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, not {q.dtype}."
+    _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
@@ -52,38 +56,64 @@ def why_unsupported(problem: Problem) -> str | None:
     return None
 
 
-def run(problem: Problem) -> Tensor:
-    p = problem
-    heads = p.q.shape[1]
-    temperatures = None
-    temperature = 0.0
-    if isinstance(p.eps, Tensor):
-        temperatures = (p.scale / p.eps.float()).expand(heads)
-    else:
-        temperature = p.scale / p.eps
-    refusal: RuntimeError | None = None
-    try:
-        out, _, _ = _forward(
-            _rows(p.q),
-            _rows(p.k),
-            _rows(p.v),
-            p.pivots.float(),
-            p.log_masses.float(),
-            temperatures,
-            _per_head(p.query_masses, heads),
-            _per_head(p.key_masses, heads),
-            p.query_mask,
-            p.key_mask,
-            temperature,
-            _SOLVERS[p.solver],
-            p.iters,
-            _TIGHT if p.tol is None else p.tol,
-        )
-        return out
-    except RuntimeError as error:
-        refusal = error
-    check_pivot_masses(p)  # what the kernel refuses, in better words
-    raise refusal
+class _Tensors(NamedTuple):
+    """The tensors of `cpu_forward` in its order: those with gradients first, as `cpu_backward` returns them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pivots: Tensor
+    log_masses: Tensor
+    temperatures: Tensor | None  # (H,), or None: then the number in the options
+    query_masses: Tensor | None  # (B, H, N)
+    key_masses: Tensor | None  # (B, H, M)
+    query_mask: Tensor | None
+    key_mask: Tensor | None
+
+
+class _Options(NamedTuple):
+    """The other arguments of `cpu_forward`, which follow the tensors."""
+
+    temperature: float
+    solver: int
+    iters: int
+    tol: float
+
+    @property
+    def is_newton(self) -> bool:
+        return self.solver == _SOLVERS["newton"]
+
+
+_COUNT = len(_Tensors._fields)
+
+
+def run(transport: Transport, solve: Solve, report: bool) -> Result:
+    t = transport
+    heads = t.q.shape[1]
+    temperature = solve.temperature(t.q.shape[3])
+    per_head = None
+    if isinstance(temperature, Tensor):
+        per_head, temperature = temperature.float().expand(heads), 0.0
+    tensors = _Tensors(
+        q=_rows(t.q),
+        k=_rows(t.k),
+        v=_rows(t.v),
+        pivots=_floats(t.pivots),
+        log_masses=_floats(t.log_masses),
+        temperatures=per_head,
+        query_masses=_per_head(t.query_masses, heads),
+        key_masses=_per_head(t.key_masses, heads),
+        query_mask=t.query_mask,
+        key_mask=t.key_mask,
+    )
+    options = _Options(
+        temperature=temperature,
+        solver=_SOLVERS[solve.solver],
+        iters=solve.iters,
+        tol=_TIGHT if solve.tol is None else solve.tol,
+    )
+    out, state, _ = _forward(*tensors, *options)
+    return Result(out, _report(state, t, solve, options) if report else None)
 
 
 # What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
@@ -92,14 +122,16 @@ def run(problem: Problem) -> Tensor:
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return torch.ops.lotformer.cpu_forward(*inputs)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return _Eager.apply(*inputs)
+    if torch.is_grad_enabled():
+        for x in inputs[:_COUNT]:
+            if x is not None and x.requires_grad:
+                return _Eager.apply(*inputs)
     return _bare_forward(*inputs)
 
 
 def _bare_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.lotformer.cpu_forward.default(*inputs)
+        return _cpu_forward(*inputs)
 
 
 def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
@@ -108,35 +140,56 @@ def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
     return (masses if masses.dim() == 3 else masses[:, None]).float().expand(-1, heads, -1)
 
 
+def _floats(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.float()  # to ask is quicker than a conversion to nothing else
+
+
 def _rows(x: Tensor) -> Tensor:
     """The kernel reads any layout whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _state_size(solver: int, iters: int, rank: int) -> int:
-    return (2 * iters + 1 if solver == _SOLVERS["sinkhorn"] else 3) * rank + 4
+def _state_size(options: _Options, rank: int) -> int:
+    return (3 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, pivots: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _report(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Report:
+    """What the state of `cpu_forward` holds, laid out in `call.h`, tells about the solve."""
+    rank = transport.pivots.shape[-2]
+    state = state.detach()
+    if options.is_newton:
+        query_g, key_g = state[..., :rank], state[..., rank : 2 * rank]
+    else:
+        query_g, key_g = (
+            _potential(state[..., vector * rank :][..., :rank], state[..., -STATE_NOTES + side, None])
+            for side, vector in enumerate((options.iters - 1, 2 * options.iters - 1))
+        )
+    return Report(query_g, key_g, reference.residual(transport, solve, query_g, key_g))
+
+
+def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:
+    """`g`, where the kernel keeps `exp g` unless that would leave the range of fp32. Zeros: nothing was solved."""
+    return torch.where((is_logarithm == 0) & (saved > 0), saved.log(), saved)
+
+
+def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
+    q, v = tensors.q, tensors.v
     batch, heads, n, dim = q.shape
-    rank, value_dim = pivots.shape[-2], v.shape[3]
-    *_, solver, iters, _ = rest
+    rank, value_dim = tensors.pivots.shape[-2], v.shape[3]
     out = _fresh_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
-    state = q.new_empty((batch, heads, _state_size(solver, iters, rank)), dtype=torch.float32)
+    state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
     return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
 
 
-def _fake_backward(
-    grad: Tensor, state: Tensor, mixed: Tensor, q: Tensor, k: Tensor, v: Tensor, pivots: Tensor,
-    log_masses: Tensor, temperatures: Tensor | None, query_masses: Tensor | None, key_masses: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, heads, n, _ = q.shape
-    lengths = (0 if query_masses is None else n, 0 if key_masses is None else k.shape[2])
-    small = (x.new_empty(x.shape, dtype=torch.float32) for x in (pivots, log_masses))
-    per_head = q.new_empty((heads,), dtype=torch.float32)
-    masses = (q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(_fresh_like(_rows(x)) for x in (q, k, v)), *small, per_head, *masses)
+def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    t = _Tensors(*inputs[:_COUNT])
+    batch, heads, n, _ = t.q.shape
+    lengths = (0 if t.query_masses is None else n, 0 if t.key_masses is None else t.k.shape[2])
+    small = (x.new_empty(x.shape, dtype=torch.float32) for x in (t.pivots, t.log_masses))
+    per_head = t.q.new_empty((heads,), dtype=torch.float32)
+    masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
+    return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
 def _fresh_like(x: Tensor) -> Tensor:
@@ -146,30 +199,25 @@ def _fresh_like(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:10], inputs[10:]
-    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.options = inputs[_COUNT:]
+    ctx.save_for_backward(*output[1:], *inputs[:_COUNT])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * (_COUNT + len(ctx.options))
     if grad is None:  # whatever came after the output did not depend on it
-        return (None,) * 14
-    state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses, query_mask, key_mask = (
-        ctx.saved_tensors
-    )
-    arguments = (
-        _rows(grad), state, mixed, q, k, v, pivots, log_masses, temperatures, query_masses, key_masses,
-        query_mask, key_mask, *ctx.options,
-    )  # fmt: skip
+        return nothing
+    state, mixed, *tensors = ctx.saved_tensors
+    arguments = (_rows(grad), state, mixed, *tensors, *ctx.options)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         grads = torch.ops.lotformer.cpu_backward(*arguments)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            grads = torch.ops.lotformer.cpu_backward.default(*arguments)
-    wanted = (q, k, v, pivots, log_masses, temperatures, query_masses, key_masses)
-    masks_and_options = (None,) * 6
-    return (*(None if x is None else g for x, g in zip(wanted, grads, strict=True)), *masks_and_options)
+            grads = _cpu_backward(*arguments)
+    wanted = (None if x is None else g for x, g in zip(tensors, grads, strict=False))
+    return (*wanted, *nothing[len(grads) :])
 
 
 class _Eager(torch.autograd.Function):
@@ -190,6 +238,10 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> None:
 
 
 if _load_error is None:
+    _cpu_forward, _cpu_backward = (
+        torch.ops.lotformer.cpu_forward.default._op,
+        torch.ops.lotformer.cpu_backward.default._op,
+    )
     torch.library.register_fake("lotformer::cpu_forward", _fake_forward)
     torch.library.register_fake("lotformer::cpu_backward", _fake_backward)
     torch.library.register_autograd("lotformer::cpu_forward", _backward, setup_context=_setup_context)

@@ -6,9 +6,8 @@ import importlib.util
 import os
 
 import torch
-from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Result, Solve, Transport
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the kernels on CPU tensors: for tests, not for use."""
@@ -25,20 +24,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
 
 
-def run(problem: Problem) -> Tensor:
-    return op.run(problem)
+def run(transport: Transport, solve: Solve, report: bool) -> Result:
+    return op.run(transport, solve, report)
 
 
 def why_unavailable() -> str | None:
     return _WHY_UNAVAILABLE
 
 
-def why_unsupported(problem: Problem) -> str | None:
-    _, _, _, _, rank, depth, width = problem.shape
-    if problem.q.device.type != ("cpu" if INTERPRETED else "cuda"):
-        return f"the tensors are on {problem.q.device.type}, the kernels run on CUDA and ROCm devices."
-    if problem.q.dtype not in _DTYPES:
-        return f"the inputs are {problem.q.dtype}, the kernels take float32, bfloat16 and float16."
+def why_unsupported(transport: Transport) -> str | None:
+    _, _, _, _, rank, depth, width = transport.shape
+    if transport.q.device.type != ("cpu" if INTERPRETED else "cuda"):
+        return f"the tensors are on {transport.q.device.type}, the kernels run on CUDA and ROCm devices."
+    if transport.q.dtype not in _DTYPES:
+        return f"the inputs are {transport.q.dtype}, the kernels take float32, bfloat16 and float16."
     if max(rank, depth, width) > _LARGEST:
         return f"rank {rank} and head dims {depth}, {width}: the kernels take up to {_LARGEST} each."
     if torch._C._functorch.maybe_current_level() is not None:

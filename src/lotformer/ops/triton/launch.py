@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -36,8 +36,7 @@ _SMALLEST_CHUNK = 128
 _FLOOR = 2e-7  # fp32 cannot tell residuals below
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What the kernels are given: `z` are pivots times `scale / eps`, `log_m` and `log_a` normalised, all fp32.
 
     q `(B,H,N,D)`, k `(B,H,M,D)`, v `(B,H,M,Dv)`, z `(H,R,D)`, log_m `(H,R)`; log masses `(B, 1 or H, N or M)` or None
@@ -102,9 +101,8 @@ def forward(
     return out, query_g, key_g, u
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of the inputs; of the log masses `(B,H,N or M)`, None where they are not asked for."""
+class Gradients(NamedTuple):
+    """Gradients of the first inputs, in their order; of the log masses `(B,H,N or M)`, None where not asked for."""
 
     q: Tensor
     k: Tensor

@@ -1,138 +1,155 @@
-"""The operator as two PyTorch ops, forward and backward, on top of the kernels."""
+"""The operator as two PyTorch ops, forward and backward, on top of the kernels.
+
+Their schemas are made of the fields of `Inputs`, so that an input is stated in one place.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..problem import Problem
+from ..problem import Report, Result, Solve, Transport
 from . import launch
 from .launch import Inputs, Strategy
 
+_SPELLED = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", float | None: "float?"}
+_INPUTS = ", ".join(f"{_SPELLED[kind]} {name}" for name, kind in get_type_hints(Inputs).items())
+_COUNT = len(Inputs._fields)
 
-def run(problem: Problem, strategy: Strategy | None = None) -> Tensor:
+
+def run(transport: Transport, solve: Solve, report: bool, strategy: Strategy | None = None) -> Result:
     """The operator. What is small (temperature, normalised masses) stays with PyTorch, which differentiates it."""
-    p = problem
-    _, _, n, m, rank, _, _ = p.shape
-    temperature = p.scale / p.eps
+    t = transport
+    _, _, n, m, rank, dim, _ = t.shape
+    temperature = solve.temperature(dim)
     if isinstance(temperature, Tensor):
-        temperature = temperature.float().expand(p.pivots.shape[0])[:, None, None]
-    query_log_a, query_valid = _query_masses(p)
-    key_log_a, key_valid = _key_masses(p)
-    out, _, _, _ = attention(
-        _rows(p.q), _rows(p.k), _rows(p.v),
-        (p.pivots.float() * temperature).contiguous(), reference.log_pivot_masses(p)[:, 0].contiguous(),
-        query_log_a, key_log_a, query_valid, key_valid,
-        p.solver == "newton", p.iters, p.tol, strategy or launch.strategy_for(n, m, rank),
-    )  # fmt: skip
-    return out
+        temperature = temperature.float().expand(t.pivots.shape[0])[:, None, None]
+    query_log_a, query_valid = _query_masses(t)
+    key_log_a, key_valid = _key_masses(t)
+    inputs = Inputs(
+        q=_rows(t.q),
+        k=_rows(t.k),
+        v=_rows(t.v),
+        z=(t.pivots.float() * temperature).contiguous(),
+        log_m=reference.log_pivot_masses(t, solve)[:, 0].contiguous(),
+        query_log_a=query_log_a,
+        key_log_a=key_log_a,
+        query_valid=query_valid,
+        key_valid=key_valid,
+        newton=solve.solver == "newton",
+        iters=solve.iters,
+        tol=solve.tol,
+    )
+    out, query_g, key_g, _ = attention(*inputs, strategy or launch.strategy_for(n, m, rank))
+    if not report:
+        return Result(out)
+    # the keys' last slot holds the closing half-step, which normalises the columns
+    query_g, key_g = query_g[:, :, -1].detach(), key_g[:, :, -2].detach()
+    return Result(out, Report(query_g, key_g, reference.residual(t, solve, query_g, key_g)))
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _query_masses(p: Problem) -> tuple[Tensor | None, Tensor | None]:
-    if p.query_masses is None and p.query_mask is None:
+def _query_masses(t: Transport) -> tuple[Tensor | None, Tensor | None]:
+    if t.query_masses is None and t.query_mask is None:
         return None, None
-    log_a, _ = reference._log_masses(reference.query_masses(p))
-    valid = None if p.query_mask is None else p.query_mask[:, None].to(torch.uint8).contiguous()
+    log_a, _ = reference.log_token_masses(reference.query_masses(t))
+    valid = None if t.query_mask is None else t.query_mask[:, None].to(torch.uint8).contiguous()
     return log_a.contiguous(), valid
 
 
-def _key_masses(p: Problem) -> tuple[Tensor | None, Tensor | None]:
+def _key_masses(t: Transport) -> tuple[Tensor | None, Tensor | None]:
     """A key without mass is treated like padding: whatever it holds, it is not read."""
-    if p.key_masses is None and p.key_mask is None:
+    if t.key_masses is None and t.key_mask is None:
         return None, None
-    a = reference.key_masses(p)
-    log_a, _ = reference._log_masses(a)
+    a = reference.key_masses(t)
+    log_a, _ = reference.log_token_masses(a)
     return log_a.contiguous(), (a > 0).to(torch.uint8).contiguous()
 
 
-@torch.library.custom_op("lotformer::triton_attention", mutates_args=())
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor, log_m: Tensor,
-    query_log_a: Tensor | None, key_log_a: Tensor | None, query_valid: Tensor | None, key_valid: Tensor | None,
-    newton: bool, iters: int, tol: float | None, strategy: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "lotformer::triton_attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}, str strategy) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, query and key potentials, `Wᵀ v`; see `launch.forward`."""
-    inputs = Inputs(q, k, v, z, log_m, query_log_a, key_log_a, query_valid, key_valid, newton, iters, tol)
-    return launch.forward(inputs, cast(Strategy, strategy))
+    *inputs, strategy = arguments
+    return launch.forward(Inputs(*inputs), cast(Strategy, strategy))
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor, log_m: Tensor,
-    query_log_a: Tensor | None, key_log_a: Tensor | None, query_valid: Tensor | None, key_valid: Tensor | None,
-    newton: bool, iters: int, tol: float | None, strategy: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, n, _ = q.shape
-    rank, width = z.shape[1], v.shape[3]
-    slots = 2 if newton else iters + 1
-    query_g = z.new_empty(batch, heads, slots, rank)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(*arguments[:_COUNT])
+    batch, heads, n, _ = inputs.q.shape
+    width = inputs.v.shape[3]
+    query_g = inputs.z.new_empty(batch, heads, inputs.slots, inputs.rank)
     return (
-        q.new_empty(batch, heads, n, width),
+        inputs.q.new_empty(batch, heads, n, width),
         query_g,
         torch.empty_like(query_g),
-        z.new_empty(batch, heads, rank, width),
+        inputs.z.new_empty(batch, heads, inputs.rank, width),
     )
 
 
-@torch.library.custom_op("lotformer::triton_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "lotformer::triton_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor query_g, Tensor key_g, Tensor u, {_INPUTS}, str strategy, "
+    "bool query_mass_gradient, bool key_mass_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def attention_backward(
-    grad_out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor, log_m: Tensor,
-    query_log_a: Tensor | None, key_log_a: Tensor | None, query_valid: Tensor | None, key_valid: Tensor | None,
-    newton: bool, iters: int, strategy: str, query_mass_gradient: bool, key_mass_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, log_m and both log masses (empty where not asked for); see `launch.backward`."""
-    inputs = Inputs(q, k, v, z, log_m, query_log_a, key_log_a, query_valid, key_valid, newton, iters, None)
-    wanted = (query_mass_gradient, key_mass_gradient)
+    *given, strategy, query_wanted, key_wanted = arguments
+    inputs, wanted = Inputs(*given), (query_wanted, key_wanted)
     grads = launch.backward(inputs, cast(Strategy, strategy), (query_g, key_g), u, grad_out, mass_gradients=wanted)
-    masses = [z.new_empty(0) if x is None else x for x in (grads.query_log_a, grads.key_log_a)]
-    return grads.q, grads.k, grads.v, grads.z, grads.log_m, masses[0], masses[1]
+    return tuple(inputs.z.new_empty(0) if x is None else x for x in grads)
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor, log_m: Tensor,
-    query_log_a: Tensor | None, key_log_a: Tensor | None, query_valid: Tensor | None, key_valid: Tensor | None,
-    newton: bool, iters: int, strategy: str, query_mass_gradient: bool, key_mass_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    def masses(x: Tensor, wanted: bool) -> Tensor:
-        return z.new_empty(x.shape[:3]) if wanted else z.new_empty(0)
+def _(grad_out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *given, _, query_wanted, key_wanted = arguments
+    inputs = Inputs(*given)
 
-    grads = [x.new_empty(x.shape) for x in (q, k, v, z, log_m)]
-    grads += [masses(q, query_mass_gradient), masses(k, key_mass_gradient)]
-    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]
+    def masses(x: Tensor, wanted: bool) -> Tensor:
+        return inputs.z.new_empty(x.shape[:3]) if wanted else inputs.z.new_empty(0)
+
+    grads = (x.new_empty(x.shape) for x in (inputs.q, inputs.k, inputs.v, inputs.z, inputs.log_m))
+    return (*grads, masses(inputs.q, query_wanted), masses(inputs.k, key_wanted))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.newton, ctx.iters, _, ctx.strategy) = inputs[:9], inputs[9:]
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output[1:], *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * len(ctx.others)
     if grad_out is None:
-        return (None,) * 13
-    saved = ctx.saved_tensors
-    wanted = [ctx.needs_input_grad[5], ctx.needs_input_grad[6]]
-    *grads, query_mass, key_mass = attention_backward(
-        grad_out, *saved, ctx.newton, ctx.iters, ctx.strategy, wanted[0], wanted[1]
+        return nothing
+    query_g, key_g, u, *tensors = ctx.saved_tensors
+    arguments = [y if x is None else x for x, y in zip(tensors, ctx.others, strict=True)]
+    inputs, needed = Inputs(*arguments[:_COUNT]), Inputs(*ctx.needs_input_grad[:_COUNT])
+    grads = launch.Gradients(
+        *attention_backward(grad_out, query_g, key_g, u, *arguments, needed.query_log_a, needed.key_log_a)
     )
-    masses = [
-        _like(grad, given) if want else None
-        for grad, given, want in zip((query_mass, key_mass), saved[8:10], wanted, strict=True)
-    ]
-    return (*grads, *masses, None, None, None, None, None, None)
+    grads = grads._replace(
+        query_log_a=_like(inputs.query_log_a, grads.query_log_a) if needed.query_log_a else None,
+        key_log_a=_like(inputs.key_log_a, grads.key_log_a) if needed.key_log_a else None,
+    )
+    return (*grads, *nothing[len(grads) :])
 
 
-def _like(grad: Tensor, given: Tensor) -> Tensor:
+def _like(given: Any, grad: Any) -> Tensor:
     """Masses may be shared by the heads."""
     return grad.sum(1, keepdim=True) if given.shape[1] == 1 else grad
 
