@@ -1,0 +1,1 @@
+"""Image classification: training, evaluation and the paper's ablations of vision models."""
