@@ -35,7 +35,7 @@ def training_transform(size: tuple[int, int], augmentation: Augmentation, **mode
         is_training=True,
         scale=augmentation.scale,
         hflip=augmentation.flip,
-        color_jitter=augmentation.color_jitter or None,
+        color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # timm takes None for no jitter
         auto_augment=augmentation.randaugment or None,
         re_prob=augmentation.erasing,
         re_mode="pixel",

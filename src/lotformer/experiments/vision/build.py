@@ -1,93 +1,80 @@
-"""From settings to a model, and from a model to a file and back."""
+"""From settings to a model, and from the checkpoint of a run back to one."""
 
 from __future__ import annotations
 
-import io
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..._files import write_bytes
 from .settings import VisionSettings, options
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What timm needs to build the model, and the classes it tells apart."""
-
-    name: str
-    arguments: dict[str, Any]
-    classes: list[str]
-    image_size: tuple[int, int]
-
-
-def architecture(settings: VisionSettings, classes: list[str]) -> Architecture:
-    """The model that settings describe; what only lotformer's models take is given only where it was asked for."""
-    arguments: dict[str, Any] = {"num_classes": len(classes), "drop_path_rate": settings.drop_path}
-    if settings.attention is not None:
-        arguments["attention"] = settings.attention
-    if settings.attention_options:
-        arguments["attention_options"] = options(settings.attention_options)
-    arguments |= options(settings.model_options)
-    return Architecture(settings.model, arguments, classes, settings.size)
-
-
-def build(description: Architecture) -> nn.Module:
-    """The untrained model.
+def build(settings: VisionSettings) -> nn.Module:
+    """The model that settings describe, with fresh weights.
 
     Raises:
-        ValueError: timm knows no such model, or the model does not take these arguments.
+        ValueError: timm knows no such model, or the model does not take these options.
     """
     from ... import models  # noqa: F401  registers lotformer's own
 
     # isort: split
     import timm
 
-    name, arguments = description.name, description.arguments
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name}*")[:3] or timm.list_models("lot_*")
-        raise ValueError(f"timm knows no model {name!r}; there are {', '.join(near)}.")
-    sized = {**arguments, "img_size": description.image_size}
+    if not timm.is_model(settings.model):
+        near = timm.list_models(f"*{settings.model}*")[:3] or timm.list_models("lot_*")
+        raise ValueError(f"timm knows no model {settings.model!r}; there are {', '.join(near)}.")
+    arguments: dict[str, Any] = {"num_classes": settings.num_classes, "drop_path_rate": settings.drop_path}
+    if settings.attention is not None:  # only lotformer's models know these two
+        arguments["attention"] = settings.attention
+    if settings.attention_options:
+        arguments["attention_options"] = options(settings.attention_options)
+    arguments |= options(settings.model_options)
     try:
-        return timm.create_model(name, **sized)
+        return timm.create_model(settings.model, img_size=settings.size, **arguments)
     except TypeError as error:
         if "img_size" not in str(error):
-            raise ValueError(f"{name} cannot be built with {arguments}: {error}.") from error
-    return timm.create_model(name, **arguments)  # convolutional models take any size
+            raise ValueError(f"{settings.model} cannot be built with {arguments}: {error}.") from error
+    return timm.create_model(settings.model, **arguments)  # convolutional models take any size
 
 
-def save_model(path: Path, model: nn.Module, description: Architecture, note: dict[str, Any]) -> None:
-    """Weights with all that is needed to build the model again; `note` is what a reader may want to know."""
-    content = {"architecture": asdict(description), "weights": model.state_dict(), "note": note}
-    file = io.BytesIO()
-    torch.save(content, file)
-    write_bytes(file.getvalue(), path)
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to evaluate, and how it came to be."""
+
+    model: nn.Module
+    settings: VisionSettings
+    step: int
+    metrics: dict[str, float]
 
 
-def load_model(path: Path) -> tuple[nn.Module, Architecture, dict[str, Any]]:
-    """The model in a file of `save_model`, ready to evaluate, with its description and note.
+def load_trained(path: Path) -> Trained:
+    """The model in the `best.pt` of a run.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not such a file.
+        ValueError: it is something else, or its weights do not fit the model that it describes.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}: expected the best.pt of a training run.")
+        raise FileNotFoundError(f"there is no checkpoint {path}: expected the best.pt of `lotformer train vision`.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        description = Architecture(**content["architecture"])
-        weights, note = content["weights"], content["note"]
+        if content["belongs_to"]["task"] != "vision":
+            raise KeyError("task")
+        plain, state = content["belongs_to"]["settings"], content["state"]
+        weights, step, metrics = state["weights"], state["step"], state["metrics"]
     except Exception as error:
-        raise ValueError(f"{path} is not a model that `lotformer train vision` has saved.") from error
-    model = build(description)
+        raise ValueError(f"{path} is not the best.pt of `lotformer train vision`.") from error
+    settings = VisionSettings(**plain)
+    model = build(settings)
     load_weights(model, weights, str(path))
-    return model.eval(), description, note
+    return Trained(model.eval(), settings, step, metrics)
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any], source: str) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Weights into a model of the same architecture.
 
     Raises:
@@ -104,4 +91,4 @@ def load_weights(model: nn.Module, weights: dict[str, Any], source: str) -> None
     if told:
         rest = f" and {len(told) - 3} more" if len(told) > 3 else ""
         raise ValueError(f"{source} holds weights of another architecture: {'; '.join(told[:3])}{rest}.")
-    model.load_state_dict(weights)
+    model.load_state_dict(dict(weights))

@@ -43,7 +43,9 @@ class Evaluation:
         return max(self.residuals.values(), default=None)
 
 
-class _Transformed(Dataset[Any]):
+class Transformed(Dataset[Any]):
+    """Images as a model sees them."""
+
     def __init__(self, images: Images, transform: Callable[..., Tensor]) -> None:
         self.images, self.transform = images, transform
 
@@ -55,14 +57,18 @@ class _Transformed(Dataset[Any]):
         return self.transform(image), label
 
 
-def evaluation_loader(
-    images: Images, transform: Callable[..., Tensor], batch_size: int = 128, workers: int = 0
-) -> DataLoader[Any]:
+def evaluation_loader(data: Dataset[Any], batch_size: int = 128, workers: int = 0) -> DataLoader[Any]:
     """All images in order."""
-    return DataLoader(_Transformed(images, transform), batch_size, num_workers=workers)
+    return DataLoader(data, batch_size, num_workers=workers)
 
 
-@torch.inference_mode()
+def count_right(logits: Tensor, labels: Tensor) -> tuple[int, int]:
+    """How many labels are the first guess, and how many are among the first five."""
+    right = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
+    return int(right[:, 0].sum()), int(right.any(1).sum())
+
+
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     batches: DataLoader[Any],
@@ -92,9 +98,8 @@ def evaluate(
         start = time.perf_counter()
         logits = model(pixels)
         seconds += time.perf_counter() - start
-        best = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
-        right1 += int(best[:, 0].sum())
-        right5 += int(best.any(1).sum())
+        one, five = count_right(logits, labels)
+        right1, right5 = right1 + one, right5 + five
         for share in drop:
             blank = blanked(pixels, share, patch_size, generator)
             kept[share] += int((model(blank).argmax(1) == labels).sum())

@@ -6,33 +6,36 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..._settings import Settings, setting
+from ...training.settings import TrainSettings
 
 
 @dataclass(frozen=True)
-class DataSettings(Settings):
-    """Which images, and how they reach the model."""
+class ImageSettings(Settings):
+    """Which images to evaluate on, and how they reach the model."""
 
     data: Path | None = setting(None, "Folder that holds train/ and val/ with one folder per class, or a tar file.")
-    source: str = setting("", "timm's name of another source: torch/cifar10, hfds/…, wds/…; with --data, where it is.")
+    source: str = setting("", "timm's name of another source: torch/cifar10, hfds/…, wds/…; --data is where it is.")
     val_split: str = setting("validation", "The split to evaluate on.")
     image_size: tuple[int, ...] = setting((224,), "Side of the images in pixels, or height and width.", at_least=1)
     crop: float = setting(0.875, "Share of the resized image that the evaluated centre keeps.", at_least=0.1, at_most=1)
-    workers: int = setting(0, "Processes that load images; 0 loads them between steps.", at_least=0)
     cache: bool = setting(False, "Decode all images once and keep them in memory; for small sets.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.image_size) not in (1, 2):
+            raise ValueError(f"image_size must be one or two numbers, got {list(self.image_size)}.")
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width."""
-        if len(self.image_size) > 2:
-            raise ValueError(f"image_size must be one or two numbers, got {self.image_size}.")
         return self.image_size[0], self.image_size[-1]
 
 
 @dataclass(frozen=True)
-class VisionSettings(DataSettings):
+class VisionSettings(ImageSettings, TrainSettings):
     """A run of `lotformer train vision`."""
 
     model: str = setting("lot_deit_tiny_patch16_224", "A model of lotformer.models, or any other of timm's.")
@@ -40,30 +43,28 @@ class VisionSettings(DataSettings):
     attention_options: tuple[str, ...] = setting((), "Options of the mechanism, e.g. rank=16,solver=newton.")
     model_options: tuple[str, ...] = setting((), "Further options of the model, e.g. depth=6,patch_size=8.")
     drop_path: float = setting(0.1, "Stochastic depth of the last block.", at_least=0, at_most=1)
+    num_classes: int | None = setting(None, "Classes; needed only where the source does not tell.", at_least=1)
 
     train_split: str = setting("train", "The split to train on.")
-    batch_size: int = setting(1024, "Images per step, over all processes.", at_least=1)
-    epochs: float = setting(300.0, "Passes over the training set.", at_least=0)
+    epochs: float | None = setting(300.0, "Passes over the training set.", at_least=0)
+    batch_size: int = setting(1024, "Images per update, over all processes and accumulated batches.", at_least=1)
+    lr: float = setting(1e-3, "Peak learning rate.", at_least=0)
     warmup_epochs: float = setting(5.0, "Passes during which the learning rate rises.", at_least=0)
-    lr: float = setting(5e-4, "Peak learning rate at `lr_batch` images per step; it grows with the batch.", at_least=0)
-    lr_batch: int = setting(512, "Images per step that `lr` is meant for.", at_least=1)
-    min_lr: float = setting(1e-5, "Learning rate at the end of the cosine.", at_least=0)
-    weight_decay: float = setting(0.05, "Of AdamW; not for biases, norms, positions, pivots, masses and ε.", at_least=0)
-    clip: float | None = setting(None, "Largest norm of the gradient; no limit if not given.", at_least=0)
-    ema: float = setting(0.0, "Decay of the running mean of the weights that is evaluated; 0 for none.", at_most=1)
-    precision: Literal["float32", "bfloat16"] = setting("float32", "Of the activations; weights stay float32.")
+    final_lr: float = setting(0.01, "Share of the learning rate that is left at the end.", at_least=0, at_most=1)
+    clip_norm: float | None = setting(None, "Largest norm of the gradient.", at_least=0)
+    label_smoothing: float = setting(0.1, "Share of the target spread over all classes.", at_least=0, at_most=1)
 
-    smoothing: float = setting(0.1, "Label smoothing.", at_least=0, at_most=1)
     mixup: float = setting(0.8, "α of mixup; 0 for none.", at_least=0)
     cutmix: float = setting(1.0, "α of cutmix; 0 for none.", at_least=0)
-    crop_scale: tuple[float, ...] = setting((0.08, 1.0), "Range of the random crop's share of the image.")
+    crop_scale: tuple[float, ...] = setting((0.08, 1.0), "Range of the random crop's share of the image.", at_least=0)
     color_jitter: float = setting(0.3, "Strength of colour jitter, where there is no RandAugment.", at_least=0)
     randaugment: str = setting("rand-m9-mstd0.5-inc1", "timm's description of the policy; empty for none.")
     erasing: float = setting(0.25, "Probability of erasing a rectangle.", at_least=0, at_most=1)
-    repeats: int = setting(3, "Differently augmented copies of an image per batch.", at_least=1)
+    repeats: int = setting(3, "Differently augmented copies of an image in a row.", at_least=1)
 
-    eval_every: float = setting(1.0, "Epochs between two evaluations.", at_least=0.001)
-    seed: int = setting(0, "Seed of weights, order and augmentation.", at_least=0)
+    def described(self) -> dict[str, Any]:
+        """Without where the images are and whether they are in memory: a run may be resumed with others."""
+        return {name: value for name, value in super().described().items() if name not in ("data", "cache")}
 
 
 def options(texts: Sequence[str]) -> dict[str, Any]:
