@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image
 
 from .sources import Images, Sample
 
@@ -15,6 +14,8 @@ def decoded(images: Images, progress: Callable[[int, int], None] | None = None) 
 
     What is broken is found on the way, so `broken` is complete when this returns.
     """
+    from PIL import Image
+
     pixels: list[np.ndarray] = []
     labels: list[int] = []
     for index in range(len(images)):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-Sample = tuple[Image.Image, int]
+Sample = tuple["Image", int]
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # what Pillow raises on damaged files
 _ATTEMPTS = 20
@@ -105,5 +106,7 @@ def _create(source: str, folder: Path | None, split: str, **options: Any) -> Any
 
 
 def _decoded(file: Any, label: int) -> Sample:
+    from PIL import Image
+
     with file:
         return Image.open(file).convert("RGB"), int(label)
