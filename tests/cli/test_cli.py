@@ -78,3 +78,17 @@ def test_the_coupling_figure_is_drawn_and_its_residuals_are_small(tmp_path):
 def test_importing_the_package_does_not_import_heavy_extras(module):
     code = f"import sys, lotformer; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def commands(group, path=()):
+    for name, command in group.commands.items():
+        yield from commands(command, (*path, name)) if hasattr(command, "commands") else [(*path, name)]
+
+
+@pytest.mark.parametrize("path", commands(typer.main.get_command(app)), ids=" ".join)
+def test_help_is_readable_at_eighty_columns(path):
+    """No word and no default is cut off."""
+    result = runner.invoke(app, [*path, "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    cut = [line for line in result.output.splitlines() if "…" in line.replace("A,B,…", "").replace(", …", "")]
+    assert not cut

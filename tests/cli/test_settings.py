@@ -64,8 +64,19 @@ def test_the_help_shows_each_fields_text_default_and_bound():
     code, said, _ = run("--help")
     assert code == 0
     for part in ("Train something", "--config", "Steps to train for", "default: 1000", "x>=1", "cosine|constant",
-                 "16,32", "--no-ema", "--out"):  # fmt: skip
+                 "16, 32", "--no-ema", "--out"):  # fmt: skip
         assert part in said, part
+
+
+def test_a_commands_own_options_come_before_those_it_shares():
+    @dataclass(frozen=True)
+    class Special(Training):
+        colour: str = setting("red", "Colour.")
+
+    app = typer.Typer()
+    app.command()(with_settings(Special)(lambda settings: None))
+    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    assert said.index("--colour") < said.index("--steps")
 
 
 @pytest.mark.parametrize(

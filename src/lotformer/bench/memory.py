@@ -26,11 +26,11 @@ class MemorySettings(LotSettings):
 
     mechanisms: tuple[str, ...] = setting(("lot",), "Mechanisms to measure beside sdpa.")
     min_n: int = setting(2**12, "Shortest sequence.", at_least=1)
-    max_n: int = setting(2**17, "Longest sequence; lengths double from the shortest.")
+    max_n: int = setting(2**17, "Longest sequence; lengths double from --min-n.")
     batch: int = setting(1, "Batch size.", at_least=1)
-    heads: int = setting(4, "Heads.", at_least=1)
-    head_dim: int = setting(64, "Width of a head.", at_least=1)
-    time_limit: float = setting(600.0, "Leave out calls that would take longer, in seconds.")
+    heads: int = setting(4, "Number of heads.", at_least=1)
+    head_dim: int = setting(64, "Head dimension.", at_least=1)
+    time_limit: float = setting(600.0, "Skip calls expected to take longer than this, in seconds.")
 
 
 @dataclass(frozen=True)

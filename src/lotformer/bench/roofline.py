@@ -27,8 +27,8 @@ _MATMUL = 1024
 class RooflineSettings(LotSettings):
     """Which of the shapes, and for how long."""
 
-    max_n: int = setting(2**17, "Leave out longer shapes.")
-    seconds: float = setting(1.0, "Seconds to repeat each call for.")
+    max_n: int = setting(2**17, "Skip shapes with more tokens.")
+    seconds: float = setting(1.0, "Seconds to spend on each call.")
 
 
 @dataclass(frozen=True)

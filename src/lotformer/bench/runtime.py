@@ -31,18 +31,18 @@ class RuntimeSettings(LotSettings):
     """Which mechanisms at which lengths; or, with `against`, LOT against fused softmax (`against_sdpa`)."""
 
     against: Literal["sdpa"] | None = setting(
-        None, "Compare LOT at one rank with PyTorch's fused softmax on four shapes instead."
+        None, "Compare LOT at --rank with PyTorch's fused softmax on four shapes instead."
     )
     backward: bool = setting(False, "Time forward and backward together, not forward alone.")
     mechanisms: tuple[str, ...] = setting((*QUADRATIC, *LINEAR, "lot"), "Mechanisms to time.")
-    ranks: tuple[int, ...] = setting(RANKS, "Ranks of LOT over the length; --rank is for --against.", at_least=1)
+    ranks: tuple[int, ...] = setting(RANKS, "Ranks of LOT; with --against, see --rank.", at_least=1)
     min_n: int = setting(2**9, "Shortest sequence.", at_least=1)
-    max_n: int = setting(2**17, "Longest sequence; lengths double from the shortest.")
+    max_n: int = setting(2**17, "Longest sequence; lengths double from --min-n.")
     batch: int = setting(1, "Batch size.", at_least=1)
-    heads: int = setting(4, "Heads.", at_least=1)
-    head_dim: int = setting(64, "Width of a head.", at_least=1)
-    seconds: float = setting(0.5, "Seconds to repeat each alternative for.")
-    time_limit: float = setting(20.0, "Leave out calls that would take longer, in seconds.")
+    heads: int = setting(4, "Number of heads.", at_least=1)
+    head_dim: int = setting(64, "Head dimension.", at_least=1)
+    seconds: float = setting(0.5, "Seconds to spend on each alternative.")
+    time_limit: float = setting(20.0, "Skip calls expected to take longer than this, in seconds.")
 
     @property
     def direction(self) -> str:

@@ -18,8 +18,8 @@ SAMPLE = 517  # tokens on which a backend has to agree with the reference
 class BenchSettings(Settings):
     """What every benchmark needs."""
 
-    threads: int = setting(CORES, "Threads to compute with.", at_least=1)
-    backend: str | None = setting(None, "Backend of LOT; the best available one if not given.")
+    threads: int = setting(CORES, "Number of CPU threads.", at_least=1)
+    backend: str | None = setting(None, "Backend of LOT; by default the best available one.")
     seed: int = setting(0, "Seed of the random tokens and parameters.")
 
 

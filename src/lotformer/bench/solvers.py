@@ -30,8 +30,8 @@ class SolverSettings(LotSettings):
 
     eps: float = setting(0.1, "Entropic regularisation of LOT.")
     tol: float = setting(1e-5, "Residual at which the exact solver stops.")
-    max_n: int = setting(2**17, "Leave out longer shapes.")
-    seconds: float = setting(1.0, "Seconds to repeat each alternative for.")
+    max_n: int = setting(2**17, "Skip shapes with more tokens.")
+    seconds: float = setting(1.0, "Seconds to spend on each alternative.")
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ NEEDS = {
 class ZooSettings(LotSettings):
     """Which mechanisms, and at which sizes."""
 
-    mechanisms: tuple[str, ...] = setting((), "Mechanisms to list; all if not given.")
-    n: int = setting(1024, "Tokens for times and memory.", at_least=1)
-    long: int = setting(16384, "Tokens at which linear mechanisms are timed too.", at_least=1)
-    heads: int = setting(4, "Heads.", at_least=1)
-    head_dim: int = setting(64, "Width of a head.", at_least=1)
-    seconds: float = setting(0.3, "Seconds to repeat each call for.")
+    mechanisms: tuple[str, ...] = setting((), "Mechanisms to list; by default all.")
+    n: int = setting(1024, "Sequence length for times and memory.", at_least=1)
+    long: int = setting(16384, "Longer sequence, for linear mechanisms only.", at_least=1)
+    heads: int = setting(4, "Number of heads.", at_least=1)
+    head_dim: int = setting(64, "Head dimension.", at_least=1)
+    seconds: float = setting(0.3, "Seconds to spend on each call.")
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ from .terminal import command_line, one_clear_error, publish, show_table
 
 app = typer.Typer(help="Measure run time, memory and distance from the machine's limit.", no_args_is_help=True)
 
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for the numbers, the table and the figure; out/bench/<name> if not given.")
-]
+Out = Annotated[Path | None, typer.Option(help="Folder for numbers, table and figure; by default out/bench/<name>.")]
 
 
 class Benchmark(Protocol):
@@ -90,7 +88,7 @@ def zoo_command(settings: zoo.ZooSettings, out: Out = None) -> None:
 
 @app.command("gpu-resources")
 def gpu_resources_command(
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head to compile for.")] = 64,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dimension to compile for.")] = 64,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to paste as it is.")] = False,
 ) -> None:
     """Compile every GPU kernel for sm_80, sm_90 and sm_100 and list registers, shared memory and spills."""

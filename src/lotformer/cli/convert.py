@@ -36,11 +36,11 @@ class ConvertSettings(Settings):
         _default(conversion.convert, "key_masses"), "uniform (doubly stochastic), linear or query-aware."
     )
     pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
-    texts: Path | None = setting(None, "Texts to calibrate on, one per line; Python's reference manual if not given.")
+    texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels.", at_least=0)
     objective: str = setting(_default(conversion.calibrate, "objective"), "output, attention or both.")
-    seed: int = setting(0, "Seed of everything.")
+    seed: int = setting(0, "Random seed.")
 
 
 @with_settings(ConvertSettings)
@@ -52,7 +52,7 @@ def convert(
 ) -> None:
     """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual.
 
-    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximal length.
+    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximum length.
     """
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):

@@ -27,7 +27,7 @@ EXTRAS = {
 
 
 def doctor() -> None:
-    """Say what is installed, which devices and backends are usable, and why the others are not."""
+    """Show what is installed, which devices and backends are usable, and why the others are not."""
     console = Console()
     versions = Table("part", "version or how to get it", title="Versions")
     versions.add_row("lotformer", __version__)

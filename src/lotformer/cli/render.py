@@ -25,7 +25,7 @@ RENDERERS: dict[str, Callable[[Path], Report]] = {
 def render(
     folders: Annotated[list[Path], typer.Argument(help="Folders that benchmarks or experiments have written.")],
 ) -> None:
-    """Write the table and the figure of stored results again."""
+    """Regenerate the table and the figure of stored results without running anything."""
     console = Console()
     for folder in folders:
         with one_clear_error(console, f"Cannot render {folder}"):

@@ -35,7 +35,7 @@ def with_settings(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callabl
             inspect.Parameter("context", keyword_only, annotation=typer.Context),
             *(parameter.replace(kind=keyword_only) for parameter in own),
             inspect.Parameter("config", keyword_only, default=None, annotation=Annotated[Path | None, _CONFIG]),
-            *(_option(field, kind) for field, kind in fields(cls)),
+            *(_option(field, kind) for field, kind in _own_first(cls)),
         ]
 
         @functools.wraps(command)
@@ -48,6 +48,11 @@ def with_settings(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callabl
         return run
 
     return decorate
+
+
+def _own_first(cls: type[Settings]) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """What only this command has comes before what it shares with others."""
+    return sorted(fields(cls), key=lambda item: item[0].name not in vars(cls).get("__annotations__", {}))
 
 
 def _settings(cls: type[Settings], context: typer.Context, config: Path | None, values: dict[str, Any]) -> Settings:
@@ -71,7 +76,7 @@ def _option(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
     default: Any = field.default
     metavar = None
     if typing.get_origin(bare) is tuple:
-        default, metavar, bare = ",".join(map(str, default)) if default else None, "A,B,…", str
+        default, metavar, bare = ", ".join(map(str, default)) if default else None, "A,B,…", str
     elif typing.get_origin(bare) is Literal:
         metavar, bare = "|".join(typing.get_args(bare)), str
     low, high = field.metadata.get("at_least"), field.metadata.get("at_most")

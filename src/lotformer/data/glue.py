@@ -53,8 +53,8 @@ _HUB_DEV = {"mnli": "validation_matched"}
 
 
 WANTED = (
-    "glue/: the tables of https://gluebenchmark.com/tasks as they unpack (glue/STS-B/train.tsv and dev.tsv, …), or "
-    "Hugging Face data sets saved to disk (glue/stsb/, …)"
+    "glue/: the GLUE tables from gluebenchmark.com as unpacked (glue/STS-B/train.tsv and dev.tsv, …), or "
+    "data sets saved to disk by Hugging Face `datasets` (glue/stsb/, …)"
 )
 """What a data folder has to hold, for help texts and errors."""
 

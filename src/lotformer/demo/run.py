@@ -39,7 +39,7 @@ class DemoSettings(Settings):
     steps: int = setting(250, "Steps of calibration.", at_least=1)
     finetune_steps: int = setting(150, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
     longest: int = setting(LENGTHS[-1], "Longest text in the comparison of speed, in tokens.", at_least=LENGTHS[0])
-    seed: int = setting(0, "Seed of everything.")
+    seed: int = setting(0, "Random seed.")
 
 
 @dataclass(frozen=True)

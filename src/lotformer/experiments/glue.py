@@ -67,18 +67,18 @@ class GlueSettings(Settings):
     """How long and how fast; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
 
     epochs: float = setting(3.0, "Epochs of the softmax model.", at_least=0)
-    max_steps: int = setting(100_000, "At most this many steps of the softmax model.", at_least=0)
+    max_steps: int = setting(100_000, "Most steps for the softmax model.", at_least=0)
     lr: float = setting(5e-5, "Learning rate of the softmax model.", at_least=0)
     imitation_steps: int = setting(1000, "Steps of imitating the softmax model after the swap.", at_least=0)
-    imitation_lr: float = setting(1e-4, "Learning rate of the old weights meanwhile.", at_least=0)
-    swap_epochs: float = setting(1.0, "Epochs with labels after that.", at_least=0)
-    max_swap_steps: int = setting(100_000, "At most this many steps with labels after the swap.", at_least=0)
-    swap_lr: float = setting(2e-5, "Learning rate of the old weights with labels.", at_least=0)
+    imitation_lr: float = setting(1e-4, "Learning rate of the original weights during that.", at_least=0)
+    swap_epochs: float = setting(1.0, "Epochs with labels after the imitation.", at_least=0)
+    max_swap_steps: int = setting(100_000, "Most steps with labels after the swap.", at_least=0)
+    swap_lr: float = setting(2e-5, "Learning rate of the original weights with labels.", at_least=0)
     batch_size: int = setting(32, "Examples per step.", at_least=1)
     max_length: int = setting(128, "Longer texts are cut to this many tokens.", at_least=8)
     calibration_steps: int = setting(250, "Steps of calibration.", at_least=0)
     calibration_texts: int = setting(2560, "Examples to calibrate on.", at_least=1)
-    seed: int = setting(0, "Seed of everything.")
+    seed: int = setting(0, "Random seed.")
 
 
 _BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed")

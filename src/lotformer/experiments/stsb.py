@@ -50,11 +50,11 @@ class StsbSettings(Settings):
     calibration_texts: int = setting(2560, "Sentences to learn from.", at_least=1)
     calibration_steps: int = setting(250, "Steps of calibration.", at_least=1)
     finetune_steps: int = setting(200, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
-    finetune_lr: float = setting(5e-5, "Learning rate of the old weights meanwhile.", at_least=0)
-    finetune_layers: float = setting(0.0, "Weight of the original's hidden states meanwhile.", at_least=0)
+    finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
+    finetune_layers: float = setting(0.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
     batch_size: int = setting(32, "Sentences per step.", at_least=1)
     max_length: int = setting(128, "Longer sentences are cut to this many tokens.", at_least=8)
-    seed: int = setting(0, "Seed of everything.")
+    seed: int = setting(0, "Random seed.")
 
 
 @dataclass(frozen=True)
