@@ -6,6 +6,10 @@ import hypothesis
 import pytest
 import torch
 
+from lotformer import _torchvision
+
+_torchvision.prepare()  # tests import timm, which cannot import a CUDA build of torchvision beside a CPU build of torch
+
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("default")
 

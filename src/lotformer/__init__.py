@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import _torchvision, _transformers_hook, attention
+from . import _transformers_hook, attention
 from .layers import AttentionLayer, LOTAttention
 from .nn import PivotMeasure, no_weight_decay
 from .ops import Coupling, coupling, lot_attention
@@ -28,9 +28,8 @@ __all__ = [
     "revert",
 ]
 
-_LAZY = {"calibrate", "convert", "finetune", "revert"}
+_LAZY = frozenset({"calibrate", "convert", "finetune", "revert"})
 
-_torchvision.prepare()
 _transformers_hook.install()
 
 
@@ -41,3 +40,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(conversion, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY)

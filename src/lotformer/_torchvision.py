@@ -4,6 +4,9 @@ PyPI's torchvision wheel is built against CUDA. Beside a CPU-only torch its comp
 `import torchvision` (which timm and parts of transformers do) dies with "operator torchvision::nms does not
 exist", because it registers fake kernels for operators that were never defined. Defining their schemas first is
 enough: transforms, models and datasets then work; only the compiled operators themselves (nms, roi_align) do not.
+
+Nothing happens on `import lotformer`. `prepare` is called where lotformer is about to use timm or has seen transformers
+being imported. Code that imports timm or torchvision itself beside such a pair of wheels calls it first.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
-"""Registers `attn_implementation="lot"` with transformers, without importing transformers.
+"""Makes transformers know lotformer's attention, without importing transformers.
 
-`import lotformer` must stay cheap, yet `AutoModel.from_pretrained(path, attn_implementation="lot")` should work
-after it. If transformers is loaded already, registration happens at once; otherwise a finder waits for
-`transformers.modeling_utils`, lets the usual finders load it, registers, and retires.
+`import lotformer` must stay cheap and must not import transformers, yet `AutoModel.from_pretrained` of a converted
+checkpoint has to work after it, in whatever order the two are imported. transformers has no entry points, so Python's
+import system is the only place to wait: if transformers is loaded already, registration happens at once; otherwise a
+finder waits for `transformers.modeling_utils`, lets the usual finders load it, registers, and retires.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from . import _torchvision
+
 _AWAITED = "transformers.modeling_utils"
+_NEEDING_TRANSFORMERS = ("pretrained", "hosts.huggingface", "hosts.configs")
 
 
 class _RegisteringLoader(Loader):
@@ -30,6 +33,7 @@ class _RegisteringLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        _torchvision.prepare()  # transformers imports torchvision where it is installed
         self._loader.exec_module(module)
         _register()
 
@@ -46,10 +50,14 @@ class _Waiting(MetaPathFinder):
 
 
 def _register() -> None:
-    # registering is the last thing the module does when it is imported; if it is being imported right now, and that
-    # is what loaded transformers, it will still come to it
-    with suppress(ImportError):  # a transformers without the interface must stay importable; `convert` will say so
-        import_module(f"{__package__}.conversion.hosts.huggingface")
+    if any(f"{__package__}.conversion.{name}" in sys.modules for name in _NEEDING_TRANSFORMERS):
+        return  # one of ours is what loads transformers right now; registration follows when that is done
+    try:
+        import_module(f"{__package__}.conversion.pretrained")
+    except ImportError as error:
+        # a transformers without the interfaces must stay importable; `convert` will say what is missing
+        if not (error.name or "").startswith("transformers"):
+            raise
 
 
 def install() -> None:

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import lotformer  # noqa: F401  first: beside a CPU build of torch, timm cannot import torchvision without it
-
-# isort: split
 import timm
 import torch
 import transformers

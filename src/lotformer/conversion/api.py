@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from .. import attention
-from ..attention import Attention
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from . import hosts
-from .hosts.sites import Record, Site, Skipped, converted
+from .hosts.sites import Site, Skipped, converted
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
+from .recipe import Recipe
+from .schema import takes
+from .swapping import Located, put_in, take_out
 
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
@@ -54,31 +55,28 @@ def convert(
         What was converted, what was left alone and why.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: the model is converted already (revert it first), holds nothing to convert, the mechanism is
             unknown or refuses its options, or a name in `layers` is not a convertible attention module.
     """
-    entry = attention.entry(mechanism)
+    _require_module(model)
+    if isinstance(layers, str):
+        raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
+    settings = _settings(mechanism, rank=rank, eps=eps, key_masses=key_masses, options=options)
+    recipe = Recipe(mechanism, settings, () if layers is None else tuple(layers))
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
-    settings = _settings(entry.build, rank=rank, eps=eps, key_masses=key_masses, options=options)
-    found = _find(model, explicit=set(layers or ()))
-    sites, skipped = _choose(model, found, layers)
-    mechanisms = {site.name: _build(mechanism, site, settings) for _, site in sites}
+    found = hosts.find(model, explicit=frozenset(layers or ()))
+    sites, skipped = choose(model, found, layers)
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
-    before = probing.output(model, inputs)
-    for host_name, host in hosts.present().items():
-        mine = [site for owner, site in sites if owner == host_name]
-        if mine:
-            host.attach(model, mine, lambda site: mechanisms[site.name], Record(host_name, mechanism, dict(settings)))
-    _write_recipe(model, mechanism, settings, layers)
+    before = probing.output(model, inputs, made_up=probe is None)
+    mechanisms = put_in(model, recipe, sites)
     try:
-        after = probing.output(model, inputs)
-    except Exception:
-        if probe is not None:  # the user's batch must work, or nothing has happened
-            revert(model)
-            raise
-        after = None  # a made-up batch need not suit every mechanism
+        after = probing.output(model, inputs, made_up=probe is None)
+    except Exception:  # the user's batch must work, or nothing has happened
+        take_out(model)
+        raise
 
     rows = {site.name: Layer(site.name, _kind(site), True, "", _count(mechanisms[site.name])) for _, site in sites}
     rows |= {skip.name: Layer(skip.name, _kind(skip), False, skip.reason) for skip in skipped}
@@ -86,7 +84,7 @@ def convert(
     return ConversionReport(
         model=type(model).__name__,
         mechanism=mechanism,
-        options=settings,
+        options=dict(recipe.options),
         layers=tuple(rows[name] for name in order),
         probe=probing.difference(before, after),
     )
@@ -97,21 +95,35 @@ def revert(model: nn.Module) -> None:
 
     Weights outside the mechanisms are not touched: what fine-tuning changed stays changed.
     """
+    _require_module(model)
     if not converted(model):
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert.")
-    for host in hosts.present().values():
-        host.detach(model)
-    _erase_recipe(model)
+    take_out(model)
 
 
-def _settings(build: Any, *, rank: int, eps: float, key_masses: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def default_recipe() -> Recipe:
+    """What `convert(model)` does without further arguments."""
+    defaults = {name: p.default for name, p in inspect.signature(convert).parameters.items()}
+    settings = _settings("lot", **{name: defaults[name] for name in ("rank", "eps", "key_masses")}, options={})
+    return Recipe("lot", settings)
+
+
+def _require_module(model: object) -> None:
+    if isinstance(model, str):
+        raise TypeError(
+            f"expected a model, got the name {model!r}: load it first, e.g. AutoModel.from_pretrained({model!r})."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+
+
+def _settings(mechanism: str, *, rank: int, eps: float, key_masses: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
-    accepted = inspect.signature(build).parameters
-    defaults = inspect.signature(convert).parameters
-    if "key_masses" in accepted:
+    if takes(mechanism, "key_masses"):
         return {"rank": rank, "eps": eps, "key_masses": key_masses, **LOT_DEFAULTS, **options}
+    defaults = inspect.signature(convert).parameters
     settings = dict(options)
-    if "rank" in accepted:
+    if takes(mechanism, "rank"):
         settings.setdefault("rank", rank)
     for name, value in (("rank", rank), ("eps", eps), ("key_masses", key_masses)):
         if value != defaults[name].default:
@@ -119,38 +131,10 @@ def _settings(build: Any, *, rank: int, eps: float, key_masses: str, options: Ma
     return settings
 
 
-def _build(mechanism: str, site: Site, settings: dict[str, Any]) -> Attention:
-    try:
-        made = attention.build(mechanism, head_dim=site.head_dim, num_heads=site.num_heads, **settings)
-    except TypeError as error:
-        raise ValueError(f"{mechanism!r} does not take these options: {error}") from error
-    if made.is_causal:
-        option = attention.entry(mechanism).causal_only
-        raise ValueError(f"{mechanism!r} with {option} only looks back: it cannot replace bidirectional attention.")
-    return made
-
-
-def _find(model: nn.Module, explicit: set[str]) -> list[tuple[str, Site | Skipped]]:
-    found: list[tuple[str, Site | Skipped]] = []
-    for host_name, host in hosts.present().items():
-        own = host.find(model)
-        if host_name == "torch_mha" and any(isinstance(item, Site) for _, item in found):
-            # inside another library's model a MultiheadAttention is usually a pooling head
-            own = [
-                item
-                if item.name in explicit or isinstance(item, Skipped)
-                else Skipped(
-                    item.name, item.module, "a MultiheadAttention inside another library's model; name it to convert it"
-                )
-                for item in own
-            ]
-        found += [(host_name, item) for item in own]
-    return found
-
-
-def _choose(
+def choose(
     model: nn.Module, found: list[tuple[str, Site | Skipped]], layers: Sequence[str] | None
-) -> tuple[list[tuple[str, Site]], list[Skipped]]:
+) -> tuple[list[Located], list[Skipped]]:
+    """The sites to convert and what stays as it is; `layers` names the sites, None takes all."""
     skipped = [item for _, item in found if isinstance(item, Skipped)]
     sites = [(host, item) for host, item in found if isinstance(item, Site)]
     if layers is not None:
@@ -184,17 +168,3 @@ def _kind(item: Site | Skipped) -> str:
 
 def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _write_recipe(model: nn.Module, mechanism: str, settings: dict[str, Any], layers: Sequence[str] | None) -> None:
-    if hasattr(model, "base_model_prefix") and hasattr(model, "config"):  # a Hugging Face model saves its config
-        prefix = f"{model.base_model_prefix}."
-        names = None if layers is None else [name.removeprefix(prefix) for name in layers]
-        config: Any = model.config
-        config.lotformer = {"mechanism": mechanism, "options": dict(settings), "layers": names}
-
-
-def _erase_recipe(model: nn.Module) -> None:
-    config: Any = getattr(model, "config", None)
-    if "lotformer" in getattr(config, "__dict__", {}):
-        del config.lotformer

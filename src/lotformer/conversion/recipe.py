@@ -1,64 +1,103 @@
-"""How a conversion is written down, and how a model is converted again from what was written."""
+"""How a conversion is written down: one form, in memory, in config.json and in the metadata of a file."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from . import hosts
-from .api import convert, revert
-from .hosts.sites import Site, converted, record_of, require_converted
+from .hosts.sites import record_of, require_converted
+from .schema import checked_options
 
-IMPLEMENTATION = "lot"
-
-
-def recipe(model: nn.Module) -> dict[str, Any]:
-    """Mechanism, options and layer names of a converted model, as plain data: `apply` makes the same architecture."""
-    found = require_converted(model)
-    record = record_of(found[0][1])
-    assert record is not None
-    return {"mechanism": record.mechanism, "options": dict(record.options), "layers": [name for name, _ in found]}
+VERSION = 1
 
 
-def apply(model: nn.Module, written: dict[str, Any]) -> None:
-    """Convert a model as its recipe says. The mechanisms are fresh: load their weights afterwards."""
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in written["options"].items()
-    }
-    convert(model, written["mechanism"], layers=written["layers"], **options)
+@dataclass(frozen=True)
+class Recipe:
+    """What turns a model into the converted one, weights aside. Whatever it is made from, it is valid.
 
+    Attributes:
+        mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments.
+        layers: names of the converted attention modules, as `model.named_modules()` gives them.
 
-def restore(model: Any) -> None:
-    """Convert a Hugging Face model under construction if its config asks for it.
-
-    The request is a recipe in the config (a saved conversion) or `attn_implementation="lot"`. Called at the end of
-    every constructor, the inner ones first: an outer model converts anew what its inner ones have converted, so
-    that its records and names are its own.
+    Raises:
+        ValueError: unknown mechanism, an option it does not take, or a value of the wrong type or of absurd size.
     """
-    written = getattr(model.config, "lotformer", None)
-    if model.config._attn_implementation == IMPLEMENTATION:
-        # softmax layers that share this config (decoders) need an implementation that exists for them
-        model.config._attn_implementation = None
-        model.config._attn_implementation = model.get_correct_attn_implementation(None)
-        if written is None:
-            written = {"mechanism": "lot", "options": {}, "layers": None}
-            model.config.lotformer = written
-    if written is None:
-        return
-    if converted(model):
-        revert(model)
-        model.config.lotformer = written
-    sites = [item.name for host in hosts.present().values() for item in host.find(model) if isinstance(item, Site)]
-    layers = written["layers"]
-    if layers is not None:
-        layers = [name for name in sites if any(name == end or name.endswith(f".{end}") for end in layers)]
-        if not layers:
-            return  # a part of the model that holds none of the converted layers
-    elif not sites and (getattr(model.config, "is_encoder_decoder", False) or _has_cross_attention(model.config)):
-        return  # the decoder of an encoder–decoder
-    apply(model, {**written, "layers": layers})
+
+    mechanism: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", checked_options(self.mechanism, self.options))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold; `from_dict` reads it."""
+        options = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
+        return {"version": VERSION, "mechanism": self.mechanism, "options": options, "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, written: object) -> Recipe:
+        """Read what `to_dict` has written, or anything else with a clear error."""
+        if not isinstance(written, dict):
+            raise ValueError(f"a lotformer recipe must be a table, got {written!r}.")
+        if written.get("version") != VERSION:
+            raise ValueError(
+                f"a lotformer recipe of version {VERSION} is expected, got version {written.get('version')!r}: "
+                "the file is not a conversion, or was written by another version of lotformer."
+            )
+        if written.keys() != {"version", "mechanism", "options", "layers"}:
+            raise ValueError(
+                f"a lotformer recipe holds version, mechanism, options and layers, got {', '.join(map(str, written))}."
+            )
+        mechanism, options, layers = written["mechanism"], written["options"], written["layers"]
+        if not isinstance(mechanism, str):
+            raise ValueError(f"the mechanism of a lotformer recipe must be a name, got {mechanism!r}.")
+        if not isinstance(options, dict):
+            raise ValueError(f"the options of a lotformer recipe must be a table, got {options!r}.")
+        if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
+            raise ValueError(f"the layers of a lotformer recipe must be a list of names, got {layers!r}.")
+        return cls(mechanism, options, tuple(layers))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        try:
+            written = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"a lotformer recipe must be JSON: {error}.") from error
+        return cls.from_dict(written)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def names(self, layer: str) -> bool:
+        """Whether a layer is meant, also where the model is a part or an enclosure of the one that was converted.
+
+        The same layer is `encoder.layer.0…` in a body and `bert.encoder.layer.0…` in a model with a head.
+        """
+        return any(_is_tail(a, b) for name in self.layers for a, b in ((name, layer), (layer, name)))
 
 
-def _has_cross_attention(config: Any) -> bool:
-    return bool(getattr(config, "add_cross_attention", False))
+def recipe(model: nn.Module) -> Recipe:
+    """The recipe of a converted model.
+
+    Raises:
+        ValueError: the model is not converted, or its parts were converted with different settings.
+    """
+    found = require_converted(model)
+    records = [record for _, module in found if (record := record_of(module)) is not None]
+    first = records[0].recipe
+    for (name, _), record in zip(found, records, strict=True):
+        if (record.recipe.mechanism, record.recipe.options) != (first.mechanism, first.options):
+            raise ValueError(
+                f"{found[0][0]} and {name} were converted with different settings, which one recipe cannot hold: "
+                "save the parts separately."
+            )
+    return replace(first, layers=tuple(name for name, _ in found))
+
+
+def _is_tail(end: str, name: str) -> bool:
+    return name == end or name.endswith(f".{end}")

@@ -6,13 +6,16 @@ need none of this: `save_pretrained` and `from_pretrained` carry both.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from .hosts.sites import converted
-from .recipe import apply, recipe
+from . import hosts
+from .api import choose
+from .hosts.sites import MECHANISM, converted
+from .recipe import Recipe, recipe
+from .swapping import Located, build_on_meta, put_in, take_out
 
 _KEY = "lotformer"
 
@@ -21,12 +24,14 @@ def save(model: nn.Module, path: str | Path) -> None:
     """Write a converted model's weights and recipe to one safetensors file."""
     from safetensors.torch import save_model
 
-    written = recipe(model)
-    save_model(model, str(path), metadata={_KEY: json.dumps(written)})
+    save_model(model, str(path), metadata={_KEY: recipe(model).to_json()})
 
 
 def load(model: nn.Module, path: str | Path) -> None:
     """Convert a freshly built model as the file says, in place, and load its weights: outputs are bit-for-bit the same.
+
+    The file is compared with the model before anything is allocated or changed: if it does not fit, the model stays
+    as it is.
 
     Raises:
         ValueError: the file cannot be read, is no saved conversion, or does not fit the model.
@@ -41,12 +46,38 @@ def load(model: nn.Module, path: str | Path) -> None:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
     if _KEY not in metadata:
         raise ValueError(f"{path} holds weights but no conversion: it was not written by `lotformer.conversion.save`.")
-    apply(model, json.loads(metadata[_KEY]))
+    try:
+        written = Recipe.from_json(metadata[_KEY])
+        sites, _ = choose(model, hosts.find(model, frozenset(written.layers)), written.layers)
+        _require_fit(model, written, sites, shapes)
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit {type(model).__name__}: {error}") from error
+    put_in(model, written, sites)
     try:
         load_model(model, str(path))
-    except RuntimeError as error:
-        raise ValueError(f"the weights in {path} do not fit {type(model).__name__}: {error}") from error
+    except Exception:
+        take_out(model)
+        raise
+
+
+def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], shapes: dict[str, Any]) -> None:
+    """Every tensor of the converted model is in the file, in its shape, and nothing else is."""
+    state = model.state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for site, mechanism in build_on_meta(written, sites).items():
+        for name, tensor in mechanism.state_dict().items():
+            expected[".".join(filter(None, (site, MECHANISM, name)))] = tuple(tensor.shape)
+    for name, shape in shapes.items():
+        if name not in expected:
+            raise ValueError(f"the file holds {name}, the converted model does not.")
+        if shape != expected[name]:
+            raise ValueError(f"{name} has the shape {shape} in the file, {expected[name]} in the converted model.")
+    kept = {state[name].data_ptr() for name in shapes if name in state}
+    for name in expected.keys() - shapes.keys():
+        if name not in state or state[name].data_ptr() not in kept:  # tied weights are written once
+            raise ValueError(f"the file does not hold {name}, which the converted model needs.")

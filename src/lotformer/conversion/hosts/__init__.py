@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import Protocol, cast
 
 from torch import nn
 
-from ...attention import Attention
-from .sites import Record, Site, Skipped
+from .sites import Site, Skipped
 
 
 class Host(Protocol):
-    """How the attention of one library is found, converted and restored."""
+    """How the attention of one library is found, and how it is made to run its mechanisms or softmax again."""
 
     @staticmethod
-    def find(model: nn.Module) -> list[Site | Skipped]: ...
+    def find(model: nn.Module) -> list[Site | Skipped]:
+        """Every attention module of the library in a model."""
 
     @staticmethod
-    def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None: ...
+    def attach(model: nn.Module, modules: list[nn.Module]) -> None:
+        """Called when the given modules of the model have their mechanisms."""
 
     @staticmethod
-    def detach(model: nn.Module) -> None: ...
+    def detach(model: nn.Module, modules: list[nn.Module]) -> None:
+        """Called when the mechanisms of the given modules are gone; undoes `attach` exactly."""
 
 
 _MODULES = {"huggingface": "transformers", "timm_vit": "timm", "torch_mha": "torch"}
@@ -36,3 +37,23 @@ def present() -> dict[str, Host]:
         for name, library in _MODULES.items()
         if library in sys.modules
     }
+
+
+def find(model: nn.Module, explicit: frozenset[str] = frozenset()) -> list[tuple[str, Site | Skipped]]:
+    """Every attention module of a model with the name of its host.
+
+    Inside another library's model a `MultiheadAttention` is usually a pooling head: it counts only where it is named.
+    """
+    found: list[tuple[str, Site | Skipped]] = []
+    for host_name, host in present().items():
+        own = host.find(model)
+        if host_name == "torch_mha" and any(isinstance(item, Site) for _, item in found):
+            reason = "a MultiheadAttention inside another library's model; name it to convert it"
+            own = [
+                Skipped(item.name, item.module, reason)
+                if isinstance(item, Site) and item.name not in explicit
+                else item
+                for item in own
+            ]
+        found += [(host_name, item) for item in own]
+    return found

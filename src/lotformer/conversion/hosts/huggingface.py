@@ -1,31 +1,23 @@
 """Hugging Face models: attention that dispatches through `AttentionInterface`.
 
 A converted module keeps its projections and gains a `mechanism`; its config says `_attn_implementation = "lot"`,
-so transformers' own dispatch calls `attention_forward` below. Wherever every attention under a sub-model is converted,
-that sub-model's config says so too, and `padding_mask` hands the layers a `(B, M)` mask instead of an N×N one.
-Configs are copied before they are changed: decoders and other unconverted parts that share one are not affected.
+so transformers' own dispatch calls `attention_forward` below. What the configs of a model say is `configs.settle`'s
+business.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from ...attention import Attention
-from .sites import MECHANISM, Record, Site, Skipped, install, mix, record_of, uninstall
-
-IMPLEMENTATION = "lot"
-"""The value of `attn_implementation`, whichever mechanism sits inside."""
-
-CONFIG_KEY = "lotformer"
-"""The key of config.json that holds the recipe of the conversion."""
+from . import configs
+from .configs import IMPLEMENTATION, SAVED, dispatches, names_in_forward
+from .sites import MECHANISM, Site, Skipped, mix
 
 
 def attention_forward(
@@ -44,10 +36,16 @@ def attention_forward(
     The host's attention dropout is not applied: it drops entries of a matrix that is never formed. Mechanisms have
     their own `dropout` option.
     """
-    if not isinstance(getattr(module, MECHANISM, None), Attention):
+    if not hasattr(module, MECHANISM):
         raise RuntimeError(
             f"attn_implementation={IMPLEMENTATION!r} is set, but {type(module).__name__} holds no mechanism. Call "
             f"`lotformer.convert(model)` or load with `from_pretrained(..., attn_implementation={IMPLEMENTATION!r})`."
+        )
+    asked = configs.implementation_of_the_model(module)
+    if asked not in (IMPLEMENTATION, SAVED):
+        raise RuntimeError(
+            f"attn_implementation={asked!r} was set on a converted model, whose attention is not softmax. "
+            f"Call `lotformer.revert(model)` first, or set it back to {IMPLEMENTATION!r}."
         )
     if is_causal or sliding_window is not None:
         kind = "causally" if is_causal else f"within a window of {sliding_window}"
@@ -79,70 +77,44 @@ def padding_mask(
 
 
 def register() -> None:
-    """Make `attn_implementation="lot"` known to transformers and let saved conversions load. Safe to call twice."""
-    AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
-    if not hasattr(PreTrainedModel.post_init, "_lotformer"):
-        _extend_loading()
+    """Make the names of our attention known to transformers, by its own interface."""
+    for name in (IMPLEMENTATION, SAVED):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, padding_mask)
 
 
 def find(model: nn.Module) -> list[Site | Skipped]:
     """Every attention module of the Hugging Face kind in the model."""
-    return [_classify(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    return [_classify(model, name, module) for name, module in model.named_modules() if _is_attention(module)]
 
 
-def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None:
-    """Convert the given sites."""
-    converted = {id(site.module) for site in sites}
-    copies: dict[int, PreTrainedConfig] = {}
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if not isinstance(config, PreTrainedConfig):
-            continue
-        inside = [id(m) for m in module.modules() if _dispatches(m)]
-        if inside and converted.issuperset(inside):
-            if id(config) not in copies:
-                copies[id(config)] = copy.copy(config)
-                # the public setter would reach into sub-configs that unconverted parts share
-                copies[id(config)]._attn_implementation_internal = IMPLEMENTATION
-            module.__dict__["config"] = copies[id(config)]
-            module.__dict__["_lotformer_config"] = config
-    for site in sites:
-        install(site.module, build(site), copy.deepcopy(record))
+def attach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let transformers dispatch to the mechanisms."""
+    configs.settle(model)
 
 
-def detach(model: nn.Module) -> None:
-    """Undo `attach`, exactly."""
-    for module in model.modules():
-        if "_lotformer_config" in module.__dict__:
-            module.__dict__["config"] = module.__dict__.pop("_lotformer_config")
-        found = record_of(module)
-        if found is not None and found.host == "huggingface":
-            uninstall(module)
+def detach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let transformers dispatch as before."""
+    configs.settle(model)
 
 
 def _is_attention(module: nn.Module) -> bool:
-    if _dispatches(module):
+    if dispatches(module):
         return True
     home = type(module).__module__
     return home.startswith("transformers.models.") and type(module).__name__.endswith("SelfAttention")
 
 
-def _dispatches(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
-
-
-def _classify(name: str, module: nn.Module) -> Site | Skipped:
+def _classify(model: nn.Module, name: str, module: nn.Module) -> Site | Skipped:
     kind = type(module).__name__
     heads = _first(module, "num_attention_heads", "num_heads", "n_heads", "n_head")
     dim = _first(module, "attention_head_size", "head_dim", "attention_head_dim")
     if dim is None and heads is not None:
         width = _first(module, "all_head_size", "embed_dim", "hidden_size", "dim")
         dim = None if width is None else width // heads
-    if not _dispatches(module):
+    if not dispatches(module):
         reason = "it computes its own scores (relative position bias), outside AttentionInterface"
-    elif getattr(module, "is_causal", False):
+    elif getattr(module, "is_causal", False) or _in_causal_tower(model, name):
         reason = "it is causal, and a causal doubly stochastic matrix is the identity"
     elif "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
         reason = "it is cross-attention"
@@ -159,6 +131,21 @@ def _classify(name: str, module: nn.Module) -> Site | Skipped:
     return Skipped(name, module, reason)
 
 
+def _in_causal_tower(model: nn.Module, name: str) -> bool:
+    """Whether the mask that reaches a module is causal though the module does not say so (the text half of CLIP).
+
+    Masks are made in the `forward` of an enclosing model. The nearest one that makes any decides; one that makes both
+    kinds leaves the choice to attributes that the modules carry.
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        made = {part for part in names_in_forward(model.get_submodule(name)) if part.endswith("_mask")}
+        causal = any("causal" in part for part in made)
+        if causal or any("bidirectional" in part or "attention_mask" in part for part in made):
+            return causal and not any("bidirectional" in part or "extended" in part for part in made)
+    return False
+
+
 def _first(module: nn.Module, *names: str) -> int | None:
     for place in (module, getattr(module, "config", None)):
         for name in names:
@@ -173,34 +160,4 @@ def _has_position_bias(module: nn.Module) -> bool:
     return any("relative" in name and "bias" in name for name in names)
 
 
-def _extend_loading() -> None:
-    """Let models build their mechanisms when they are constructed from a config that asks for them.
-
-    transformers has no hook between building a model and loading its weights. `post_init`, which every model calls
-    at the end of its constructor, is the one place; `_initialize_weights` is where parameters that a checkpoint
-    does not hold get their first values.
-    """
-    post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
-
-    def post_init_then_convert(self: PreTrainedModel) -> None:
-        post_init(self)
-        from ..recipe import restore  # the recipe knows how to convert, which knows this module
-
-        restore(self)
-
-    def initialize_mechanisms_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        initialize(self, module, *args, **kwargs)
-        if isinstance(module, Attention) and not all(
-            getattr(p, "_is_hf_initialized", False) for p in module.parameters()
-        ):
-            for part in module.modules():
-                if callable(reset := getattr(part, "reset_parameters", None)):
-                    reset()
-
-    # replacing methods of another library's class is the point here, and what mypy warns of
-    post_init_then_convert._lotformer = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = post_init_then_convert  # type: ignore[method-assign]
-    PreTrainedModel._initialize_weights = initialize_mechanisms_too  # type: ignore[method-assign]
-
-
-register()
+from .. import pretrained  # noqa: E402, F401  registers; it needs this module, which may be imported first

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.host_masks import key_mask_from
+from .grids import Grid
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 MECHANISM = "mechanism"
 """Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""
@@ -37,14 +41,13 @@ class Skipped:
     reason: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """What a converted module remembers, so that the conversion can be described and undone."""
 
     host: str
-    mechanism: str
-    options: dict[str, Any]
-    original: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe
+    grid: Grid | None = None
 
 
 def record_of(module: nn.Module) -> Record | None:
@@ -79,9 +82,14 @@ def require_converted(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def mechanism_of(module: nn.Module) -> Attention:
-    """The mechanism of a converted module."""
+    """The mechanism of a converted module, out of whatever wraps it.
+
+    PEFT's `modules_to_save` keeps the original and a trained copy in a wrapper; the wrapper answers for the one in use.
+    """
     mechanism = getattr(module, MECHANISM)
-    assert isinstance(mechanism, Attention)
+    if not isinstance(mechanism, Attention):
+        mechanism = mechanism.modules_to_save[mechanism.active_adapter]
+        assert isinstance(mechanism, Attention)
     return mechanism
 
 
@@ -99,13 +107,16 @@ def mix(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     if scale is not None and abs(scale - usual) > 1e-6 * usual:
         q = q * (scale / usual)  # mechanisms scale by D^-1/2
     key_mask = key_mask_from(mask, batch, queries, k.shape[2])
-    return mechanism_of(module)(q, k, v, key_mask, key_mask if queries == k.shape[2] else None)
+    record = record_of(module)
+    grid = None if record is None or record.grid is None else record.grid.size
+    mechanism = getattr(module, MECHANISM)  # called as it is: a wrapper around it has its reasons
+    return mechanism(q, k, v, key_mask, key_mask if queries == k.shape[2] else None, grid=grid)
 
 
 @contextmanager
 def substituted(model: nn.Module, make: Callable[[str, Attention], Attention]) -> Iterator[None]:
     """While inside, every mechanism of the model is the one `make(name, mechanism)` returns."""
-    originals = [(module, mechanism_of(module)) for _, module in require_converted(model)]
+    originals = [(module, getattr(module, MECHANISM)) for _, module in require_converted(model)]
     try:
         for name, module in converted(model):
             setattr(module, MECHANISM, make(name, mechanism_of(module)))

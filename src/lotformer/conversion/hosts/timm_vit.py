@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from ... import _torchvision
-from ...attention import Attention
-from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
+from .sites import Site, Skipped, mix
 
 _torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
 
@@ -47,17 +43,13 @@ def find(model: nn.Module) -> list[Site | Skipped]:
     return found
 
 
-def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None:
-    """Convert the given sites."""
-    for site in sites:
-        install(site.module, build(site), copy.deepcopy(record))
-        site.module.__class__ = ConvertedTimmAttention
+def attach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let the modules run their mechanisms."""
+    for module in modules:
+        module.__class__ = ConvertedTimmAttention
 
 
-def detach(model: nn.Module) -> None:
-    """Undo `attach`, exactly."""
-    for module in model.modules():
-        if type(module) is ConvertedTimmAttention and record_of(module) is not None:
-            # back to the base class, which mypy takes for a loss of what it has just learned about the module
-            module.__class__ = TimmAttention  # type: ignore[assignment]
-            uninstall(module)
+def detach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let the modules run softmax again."""
+    for module in modules:
+        module.__class__ = TimmAttention

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention import Attention
 from ...attention.host_masks import additive_allows
-from .sites import Record, Site, Skipped, install, mix, record_of, uninstall
+from .sites import Site, Skipped, mix, record_of
+
+_NESTED = "_lotformer_use_nested_tensor"
 
 
 class ConvertedMultiheadAttention(nn.MultiheadAttention):
@@ -84,26 +82,23 @@ def find(model: nn.Module) -> list[Site | Skipped]:
     return found
 
 
-def attach(model: nn.Module, sites: list[Site], build: Callable[[Site], Attention], record: Record) -> None:
-    """Convert the given sites."""
-    for site in sites:
-        install(site.module, build(site), copy.deepcopy(record))
-        site.module.__class__ = ConvertedMultiheadAttention
+def attach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let the modules run their mechanisms."""
+    for module in modules:
+        module.__class__ = ConvertedMultiheadAttention
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(map(record_of, module.modules())):
-            module.__dict__["_lotformer_use_nested_tensor"] = module.use_nested_tensor
+            module.__dict__.setdefault(_NESTED, module.use_nested_tensor)
             module.use_nested_tensor = False  # packing drops padding before the mask could be read
 
 
-def detach(model: nn.Module) -> None:
-    """Undo `attach`, exactly."""
+def detach(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Let the modules run softmax again."""
+    for module in modules:
+        module.__class__ = nn.MultiheadAttention
     for module in model.modules():
-        if "_lotformer_use_nested_tensor" in module.__dict__:
-            module.use_nested_tensor = module.__dict__.pop("_lotformer_use_nested_tensor")
-        if type(module) is ConvertedMultiheadAttention:
-            # back to the base class, which mypy takes for a loss of what it has just learned about the module
-            module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
-            uninstall(module)
+        if _NESTED in module.__dict__:
+            module.use_nested_tensor = module.__dict__.pop(_NESTED)
 
 
 def _real_keys(attn_mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:

@@ -68,7 +68,7 @@ def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQual
     """Run the converted model on the batches and look at every coupling; None if it has no matrices to look at."""
     record = record_of(require_converted(model)[0][1])
     assert record is not None
-    if not attention.entry(record.mechanism).is_matrix:
+    if not attention.entry(record.recipe.mechanism).is_matrix:
         return None
     residuals: list[Tensor] = []
     errors: list[Tensor] = []

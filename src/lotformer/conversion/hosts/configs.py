@@ -1,0 +1,133 @@
+"""What the configs of a Hugging Face model say about its attention: to transformers' dispatch, and to config.json.
+
+Every Hugging Face model that holds converted attention gets a copy of its config with two more keys, which
+`save_pretrained` writes: the recipe, and `attn_implementation = "lotformer"`. transformers honours the second one when
+it reads a config and refuses a name that nobody has registered, so that a converted checkpoint fails loudly where
+lotformer is not imported. Copies, because decoders and other models may share the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..recipe import recipe
+from .sites import converted, record_of
+
+IMPLEMENTATION = "lot"
+"""The `attn_implementation` of converted layers, whichever mechanism sits inside; on loading, a request for LOT."""
+
+SAVED = "lotformer"
+"""The `attn_implementation` in the config.json of a converted model: the name of the package it needs."""
+
+RECIPE = "lotformer"
+"""The key of config.json that holds the recipe of the conversion."""
+
+_OURS = (IMPLEMENTATION, SAVED)
+_SAVED_KEY = "attn_implementation"
+_ORIGINAL = "_lotformer_config"
+_GOVERNOR = "_lotformer_governor"
+
+
+def settle(model: nn.Module) -> None:
+    """Make the configs of a model and of all its parts agree with what is converted in it now.
+
+    Attention modules have a copy of their own, which says "lot". Where every attention under a sub-model is converted,
+    its config says "lot" too, and its layers get a mask of the keys instead of an N×N one. Everything else that shares
+    a config keeps sharing one.
+    """
+    _put_back(model)
+    touched = {id(c) for m, c in _holders(model) if converted(m)}
+    if not touched:
+        for _, config in _holders(model):
+            _clean(config, model)
+        return
+    copies: dict[tuple[int, str], PreTrainedConfig] = {}
+    for module, config in _holders(model):
+        if id(config) not in touched and config._attn_implementation not in _OURS:
+            continue
+        role = _role(module)
+        mine = copies.get((id(config), role))
+        if mine is None:
+            mine = copies[id(config), role] = copy.copy(config)
+            _clean(mine, model)
+            if role != "softmax":
+                # the public setter would reach into sub-configs that unconverted parts share
+                mine._attn_implementation_internal = IMPLEMENTATION
+        module.__dict__[_ORIGINAL], module.__dict__["config"] = config, mine
+        if isinstance(module, PreTrainedModel) and converted(module) and RECIPE not in mine.__dict__:
+            # the outermost model that shares a config comes first, and its names are the ones written
+            setattr(mine, RECIPE, recipe(module).to_dict())
+            setattr(mine, _SAVED_KEY, SAVED)
+        if role == "converted" and isinstance(module, PreTrainedModel):
+            for _, layer in converted(module):
+                layer.__dict__[_GOVERNOR] = mine
+    for mine in copies.values():
+        for key in mine.sub_configs:
+            part = id(getattr(mine, key, None))
+            for role in ("converted", "softmax"):
+                if (part, role) in copies:
+                    setattr(mine, key, copies[part, role])
+                    break
+
+
+def implementation_of_the_model(layer: nn.Module) -> str | None:
+    """What the config of the fully converted model around a converted layer says now; "lot" unless somebody set it."""
+    governor = layer.__dict__.get(_GOVERNOR)
+    return IMPLEMENTATION if governor is None else governor._attn_implementation
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Whether a module asks transformers' registry for the function that mixes its tokens."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The names that the `forward` of a module refers to: what it calls, without calling it."""
+    forward = inspect.unwrap(type(module).forward)
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def is_inscribed(config: PreTrainedConfig) -> bool:
+    """Whether this is the config of a converted model in memory, not one that has just been read."""
+    return config.__dict__.get(_SAVED_KEY) == SAVED
+
+
+def _holders(model: nn.Module) -> list[tuple[nn.Module, PreTrainedConfig]]:
+    held = ((module, module.__dict__.get("config")) for module in model.modules())
+    return [(module, config) for module, config in held if isinstance(config, PreTrainedConfig)]
+
+
+def _role(module: nn.Module) -> str:
+    if record_of(module) is not None:
+        return "attention"
+    inside = [m for m in module.modules() if dispatches(m)]
+    return "converted" if inside and all(record_of(m) is not None for m in inside) else "softmax"
+
+
+def _put_back(model: nn.Module) -> None:
+    for module in model.modules():
+        if _ORIGINAL in module.__dict__:
+            module.__dict__["config"] = module.__dict__.pop(_ORIGINAL)
+        governor = module.__dict__.pop(_GOVERNOR, None)
+        if governor is not None and record_of(module) is None:
+            # the model around a part that was reverted alone must make masks for softmax again
+            governor._attn_implementation_internal = _softmax(model)
+
+
+def _clean(config: Any, model: nn.Module) -> None:
+    """Take away what is ours, and dispatch to softmax."""
+    config.__dict__.pop(RECIPE, None)
+    config.__dict__.pop(_SAVED_KEY, None)
+    if config._attn_implementation in _OURS:
+        config._attn_implementation_internal = _softmax(model)
+
+
+def _softmax(model: nn.Module) -> str:
+    """The implementation that transformers would choose."""
+    chooser = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    return "eager" if chooser is None else chooser.get_correct_attn_implementation(None)

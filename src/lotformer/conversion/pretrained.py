@@ -1,0 +1,140 @@
+"""Saved conversions load with transformers' own `from_pretrained`, and everything that holds one saves it.
+
+This is the one place where lotformer extends another library's class. transformers' own ways do not suffice:
+
+- A model type of our own, or `auto_map`, is read by the `Auto…` classes alone: `BertModel.from_pretrained` ignores it.
+- A quantizer runs between building a model and loading its weights, but a model has room for one only (a converted
+  model could no longer be loaded in 8 bits), a sub-model's is not read, `from_config` runs none, and where lotformer
+  is missing transformers warns and goes on.
+
+So three methods of `PreTrainedModel` do a little more than before, and only for models that are converted or whose
+config asks for it: `post_init`, the end of every constructor, builds the mechanisms; `_initialize_weights` gives those
+that no checkpoint holds their first values; `save_pretrained` writes the recipe, whichever part was converted.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention import Attention
+from . import hosts
+from .api import choose, default_recipe
+from .hosts import configs
+from .hosts.huggingface import register
+from .hosts.sites import MECHANISM, Site, converted, record_of
+from .recipe import Recipe
+from .swapping import Located, build_on_meta, put_in
+
+
+def install() -> None:
+    """Register our attention with transformers and extend `PreTrainedModel`. Safe to call twice."""
+    register()
+    if hasattr(PreTrainedModel.post_init, "_lotformer"):
+        return
+    post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
+    save = PreTrainedModel.save_pretrained
+
+    @functools.wraps(post_init)
+    def post_init_then_convert(self: PreTrainedModel) -> None:
+        post_init(self)
+        restore(self)
+
+    @functools.wraps(initialize)
+    def initialize_mechanisms_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        initialize(self, module, *args, **kwargs)
+        if isinstance(module, Attention) and not all(
+            getattr(p, "_is_hf_initialized", False) for p in module.parameters()
+        ):
+            for part in module.modules():
+                if callable(reset := getattr(part, "reset_parameters", None)):
+                    reset()
+
+    @functools.wraps(save)
+    def settle_then_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if converted(self) or configs.is_inscribed(self.config):
+            configs.settle(self)
+        return save(self, *args, **kwargs)
+
+    # replacing methods of another library's class is the point here, and what mypy warns of
+    post_init_then_convert._lotformer = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = post_init_then_convert  # type: ignore[method-assign]
+    PreTrainedModel._initialize_weights = initialize_mechanisms_too  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = settle_then_save  # type: ignore[method-assign]
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Convert a model under construction if its config asks for it; no weights yet, and nothing runs.
+
+    The request is a recipe in the config (a saved conversion) or `attn_implementation="lot"`. Called at the end of
+    every constructor, the inner ones first: what an inner model has converted, an outer one finds done.
+    """
+    config: Any = model.config
+    written, asked = getattr(config, configs.RECIPE, None), config._attn_implementation
+    if written is None:
+        if asked != configs.IMPLEMENTATION:
+            return
+        recipe, sites = default_recipe(), _every_site(model)
+    else:
+        recipe = _read(model, written)
+        if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
+            raise ValueError(
+                f"attn_implementation={asked!r} was asked for, but the checkpoint is converted to {recipe.mechanism!r}. "
+                "Load it without `attn_implementation`; `lotformer.revert(model)` then gives softmax back."
+            )
+        found = hosts.find(model, frozenset(recipe.layers))
+        sites = [(host, item) for host, item in found if isinstance(item, Site) and recipe.names(item.name)]
+    fresh = [(host, site) for host, site in sites if record_of(site.module) is None]
+    if fresh:
+        _require_fit(model, recipe, fresh)
+        put_in(model, recipe, fresh)
+    elif converted(model):
+        configs.settle(model)
+
+
+def _read(model: PreTrainedModel, written: object) -> Recipe:
+    try:
+        return Recipe.from_dict(written)
+    except ValueError as error:
+        place = model.config.name_or_path or type(model.config).__name__
+        raise ValueError(f"the key {configs.RECIPE!r} in the config of {place}: {error}") from error
+
+
+def _every_site(model: PreTrainedModel) -> list[Located]:
+    config: Any = model.config
+    found = hosts.find(model)
+    is_part = config.is_encoder_decoder or getattr(config, "add_cross_attention", False) or config.base_config_key
+    if is_part and not any(isinstance(item, Site) for _, item in found):
+        return []  # the decoder of an encoder–decoder, the text half of CLIP: the other half may have some
+    return choose(model, found, None)[0]
+
+
+def _require_fit(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
+    """The mechanisms of a recipe have the shapes of the weights beside it. Compared before anything is allocated."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model.config.name_or_path or "")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")) if model.config.name_or_path and folder.is_dir() else ():
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                names = [name for name in file.keys() if f".{MECHANISM}." in name]  # noqa: SIM118  not a dict
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        except (SafetensorError, OSError):
+            continue  # transformers reads it next and says what is wrong
+    for site, mechanism in build_on_meta(recipe, sites).items():
+        for part, tensor in mechanism.state_dict().items():
+            end = f"{site}.{MECHANISM}.{part}"
+            for name, shape in shapes.items():
+                if name.endswith(end) and shape != tuple(tensor.shape):
+                    raise ValueError(
+                        f"recipe and weights in {folder} disagree: {name} has the shape {shape} in the file, but "
+                        f"{tuple(tensor.shape)} by the recipe."
+                    )
+
+
+install()

@@ -1,0 +1,182 @@
+"""A recipe is checked against a schema and the weights beside it before anything is allocated; all or nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import lotformer
+from lotformer import attention, conversion
+from lotformer.conversion.recipe import Recipe
+from support.small_models import SMALL, output, torch_encoder
+
+GOOD = {"version": 1, "mechanism": "lot", "options": {"rank": 5}, "layers": ["encoder.layer.0.attention.self"]}
+
+STRANGE = {
+    "text": ("v1", "must be a table, got 'v1'"),
+    "number": (3, "must be a table, got 3"),
+    "empty": ({}, "version 1 is expected, got version None"),
+    "list": ([GOOD], "must be a table"),
+    "newer": ({**GOOD, "version": 2}, "version 1 is expected, got version 2"),
+    "a key too many": ({**GOOD, "code": "x"}, "holds version, mechanism, options and layers"),
+    "a mechanism that is no name": ({**GOOD, "mechanism": ["lot"]}, "must be a name"),
+    "an unknown mechanism": ({**GOOD, "mechanism": "lott"}, "Unknown mechanism 'lott'"),
+    "options that are no table": ({**GOOD, "options": [1]}, "options of a lotformer recipe must be a table"),
+    "the model": ({**GOOD, "options": {"model": "x"}}, "does not take these options: model"),
+    "the probe": ({**GOOD, "options": {"probe": [1]}}, "does not take these options: probe"),
+    "the layers as an option": ({**GOOD, "options": {"layers": ["x"]}}, "does not take these options: layers"),
+    "the shape of the site": ({**GOOD, "options": {"head_dim": 4}}, "does not take these options: head_dim"),
+    "no layers": ({**GOOD, "layers": []}, "must be a list of names"),
+    "layers that are no names": ({**GOOD, "layers": [1]}, "must be a list of names"),
+    "a huge rank": ({**GOOD, "options": {"rank": 10**7}}, "rank must be an integer of at most 1,048,576, got 10000000"),
+    "a fractional rank": ({**GOOD, "options": {"rank": 8.0}}, "rank must be an integer"),
+    "a boolean rank": ({**GOOD, "options": {"rank": True}}, "rank must be an integer"),
+    "an infinite eps": ({**GOOD, "options": {"eps": float("inf")}}, "eps must be a finite number"),
+    "an eps in words": ({**GOOD, "options": {"eps": "small"}}, "eps must be a finite number"),
+    "an unknown choice": ({**GOOD, "options": {"solver": "magic"}}, "solver must be one of 'sinkhorn', 'newton'"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A converted BERT, saved: its folder, and how to rewrite the recipe in its config.json."""
+    model = SMALL["bert"].build()
+    lotformer.convert(model, rank=5)
+    model.save_pretrained(tmp_path)
+
+    def rewrite(recipe):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["lotformer"] = recipe(config["lotformer"]) if callable(recipe) else recipe
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return rewrite
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+class TestStrangers:
+    def test_in_a_config(self, kind, folder):
+        written, message = STRANGE[kind]
+        with pytest.raises(ValueError, match=message) as caught:
+            transformers.BertModel.from_pretrained(folder(written))
+        assert "lotformer" in str(caught.value)
+
+    def test_in_a_file(self, kind, tmp_path):
+        written, message = STRANGE[kind]
+        model, batch = torch_encoder(), torch.randn(2, 9, 24)
+        before = output(model, batch)
+        save_file(model.state_dict(), tmp_path / "model.safetensors", {"lotformer": json.dumps(written)})
+        with pytest.raises(ValueError, match=message):
+            conversion.load(model, tmp_path / "model.safetensors")
+        assert torch.equal(output(model, batch), before)
+
+
+class TestShapes:
+    """The recipe asks for mechanisms that are not the ones in the file: refused before they are built."""
+
+    def test_of_a_checkpoint(self, folder):
+        path = folder(lambda recipe: recipe | {"options": recipe["options"] | {"rank": 2**20}})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ValueError, match=r"recipe and weights in .* disagree: .*points has the shape \(3, 5, 8\)"):
+            transformers.BertModel.from_pretrained(path)
+        # one mechanism of this rank takes 96 MiB; kilobytes on Linux
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+    @pytest.mark.parametrize("change", ["rank", "missing", "unexpected", "host"])
+    def test_of_a_file_all_or_nothing(self, change, tmp_path):
+        model, path = torch_encoder(), tmp_path / "model.safetensors"
+        lotformer.convert(model, rank=5)
+        conversion.save(model, path)
+        with safe_open(path, "pt") as file:
+            recipe = json.loads(file.metadata()["lotformer"])
+        state = load_file(path)
+        if change == "rank":
+            recipe["options"]["rank"] = 2**20
+        elif change == "missing":
+            del state["layers.1.self_attn.mechanism.pivots.points"]
+        elif change == "unexpected":
+            state["more"] = torch.zeros(2)
+        else:
+            state["layers.1.linear2.bias"] = torch.zeros(7)
+        save_file(state, path, {"lotformer": json.dumps(recipe)})
+
+        fresh, batch = torch_encoder(), torch.randn(2, 9, 24)
+        before = output(fresh, batch)
+        with pytest.raises(ValueError, match="does not fit TransformerEncoder"):
+            conversion.load(fresh, path)
+        assert torch.equal(output(fresh, batch), before)
+        assert not any(".mechanism" in name for name, _ in fresh.named_modules())
+        lotformer.convert(fresh, rank=5)
+
+    def test_tied_weights_are_written_once_and_fit(self, tmp_path):
+        def build():
+            encoder = torch_encoder()
+            encoder.layers[1].linear1.weight = encoder.layers[0].linear1.weight
+            return encoder
+
+        model, again, batch = build(), build(), torch.randn(2, 9, 24)
+        lotformer.convert(model, rank=5)
+        conversion.save(model, tmp_path / "model.safetensors")
+        conversion.load(again, tmp_path / "model.safetensors")
+        assert torch.equal(output(again, batch), output(model, batch))
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_every_mechanism_survives_json(name):
+    options = {"max_length": 16} if attention.entry(name).fixed_length else {}
+    model = torch_encoder()
+    lotformer.convert(model, name, **options)
+    recipe = conversion.recipe(model)
+    assert recipe.layers == ("layers.0.self_attn", "layers.1.self_attn")
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_tuples_survive_json():
+    recipe = Recipe("lot", {"prefix_tokens": 1, "polarize_powers": (1.0, 2.0)}, ("a",))
+    assert Recipe.from_json(recipe.to_json()).options["polarize_powers"] == (1.0, 2.0)
+
+
+class TestCalls:
+    """The same checks meet whoever calls `convert`."""
+
+    @pytest.mark.parametrize("name", ["bert-base-uncased", "./folder"])
+    def test_a_name_is_no_model(self, name):
+        with pytest.raises(TypeError, match=rf"expected a model, got the name '{name}': .*AutoModel.from_pretrained"):
+            lotformer.convert(name)
+
+    @pytest.mark.parametrize("thing", [None, 3, {"a": 1}, torch.zeros(2), torch.nn.Linear])
+    @pytest.mark.parametrize("function", [lotformer.convert, lotformer.revert])
+    def test_things_are_no_models(self, thing, function):
+        with pytest.raises(TypeError, match="expected a model"):
+            function(thing)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"rank": 8.0}, "rank must be an integer of at most 1,048,576, got 8.0"),
+            ({"rank": "8"}, "rank must be an integer"),
+            ({"rank": True}, "rank must be an integer"),
+            ({"eps": None}, "eps must be a finite number, got None"),
+            ({"key_masses": "none"}, "key_masses must be one of 'uniform'"),
+            ({"learn_eps": 1}, "learn_eps must be True or False, got 1"),
+            ({"polarize_powers": (1.0,)}, r"polarize_powers must be a tuple \(a finite number, a finite number\)"),
+            ({"ranks": 8}, "does not take these options: ranks. Did you mean 'rank'"),
+            ({"layers": "layers.0.self_attn"}, "layers must be a list of names"),
+        ],
+    )
+    def test_options_of_the_wrong_kind(self, options, message):
+        model, batch = torch_encoder(), torch.randn(2, 9, 24)
+        before = output(model, batch)
+        with pytest.raises(ValueError, match=message):
+            lotformer.convert(model, **options)
+        assert torch.equal(output(model, batch), before)
+
+    def test_other_mechanisms_too(self):
+        with pytest.raises(ValueError, match="features must be an integer of at most 1,048,576 or None, got 3.5"):
+            lotformer.convert(torch_encoder(), "performer", features=3.5)
