@@ -178,5 +178,5 @@ class TestCalls:
         assert torch.equal(output(model, batch), before)
 
     def test_other_mechanisms_too(self):
-        with pytest.raises(ValueError, match="features must be an integer of at most 1,048,576 or None, got 3.5"):
+        with pytest.raises(ValueError, match=r"features must be an integer of at most 1,048,576 or None, got 3\.5"):
             lotformer.convert(torch_encoder(), "performer", features=3.5)

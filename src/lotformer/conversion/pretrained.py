@@ -83,8 +83,9 @@ def restore(model: PreTrainedModel) -> None:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
             raise ValueError(
-                f"attn_implementation={asked!r} was asked for, but the checkpoint is converted to {recipe.mechanism!r}. "
-                "Load it without `attn_implementation`; `lotformer.revert(model)` then gives softmax back."
+                f"attn_implementation={asked!r} was asked for, but this checkpoint is converted to "
+                f"{recipe.mechanism!r}. Load it without `attn_implementation`; `lotformer.revert(model)` then gives "
+                "softmax back."
             )
         found = hosts.find(model, frozenset(recipe.layers))
         sites = [(host, item) for host, item in found if isinstance(item, Site) and recipe.names(item.name)]
