@@ -30,7 +30,9 @@ def identity(
         "kind": kind,
         "model": type(model).__name__,
         "settings": dict(settings),
-        "mechanisms": {name: f"{r.mechanism} {dict(r.options)}" for name, r in layers.items() if r is not None},
+        "mechanisms": {
+            name: f"{r.recipe.mechanism} {dict(r.recipe.options)}" for name, r in layers.items() if r is not None
+        },
         "parameters": shapes(trained),
         "data": data,
     }
