@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 import lotformer
 from lotformer._files import write_json
+from lotformer.results import provenance as module
 from lotformer.results.plain import read
 from lotformer.results.provenance import PACKAGES, Provenance, provenance
 
@@ -37,34 +36,27 @@ def test_a_missing_package_is_left_out_instead_of_failing(monkeypatch):
     assert "transformers" not in provenance("", threads=1, seed=0).versions
 
 
-@pytest.fixture
-def copied(tmp_path) -> Path:
-    """The package outside its repository."""
-    shutil.copytree(Path(lotformer.__file__).parent, tmp_path / "repo" / "lotformer")
-    return tmp_path / "repo"
-
-
-def commit_of(folder: Path) -> str:
-    code = "from lotformer.results.provenance import commit; print(commit())"
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    return run.stdout.strip()
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_that_of_the_code_and_of_no_other_repository(copied):
+def test_the_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, monkeypatch):
+    here = tmp_path / "lotformer" / "results" / "provenance.py"
+    here.parent.mkdir(parents=True)
+    shutil.copy(module.__file__, here)
+    monkeypatch.setattr(module, "__file__", str(here))
+
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        done = subprocess.run(["git", *identity, *arguments], cwd=copied, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
+    assert module.commit() is None, "there is no repository"
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "something else")
-    assert commit_of(copied) == "None", "the repository does not hold the package"
+    assert module.commit() is None, "the repository does not hold the package"
     git("add", "-A")
     git("commit", "-q", "-m", "the package")
-    assert commit_of(copied) == git("rev-parse", "HEAD")
-    (copied / "lotformer" / "__init__.py").open("a").write("\n")
-    assert commit_of(copied) == git("rev-parse", "HEAD") + "-dirty"
+    assert module.commit() == git("rev-parse", "HEAD")
+    here.write_text("changed")
+    assert module.commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_it_survives_a_trip_through_json(tmp_path):
