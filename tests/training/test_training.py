@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -89,15 +92,48 @@ def test_an_interrupted_run_resumes_bit_for_bit(change, tmp_path):
     assert equal(*best)
 
 
-def test_data_depend_on_neither_workers_nor_processes():
-    def batches(workers: int, count: int) -> torch.Tensor:
-        task = ToyTask(dataclasses.replace(SHORT, workers=workers))
-        streams = [task.stream(Process(index, count)) for index in range(count)]
-        return torch.stack([torch.cat([stream.next()[0] for stream in streams]) for _ in range(8)])
+@pytest.mark.parametrize(
+    ("count", "change"), [(1, {"workers": 2}), (3, {}), (1, {"accumulate": 2})], ids=["workers", "processes", "parts"]
+)
+def test_samples_and_their_noise_do_not_depend_on_who_loads_them(count, change):
+    def samples(settings: ToySettings, count: int) -> torch.Tensor:
+        streams = [ToyTask(settings).stream(Process(index, count)) for index in range(count)]
+        batches = 8 * settings.accumulate  # of 16 out of 96 samples: more than an epoch
+        return torch.cat([stream.next()[0] for _ in range(batches) for stream in streams])
 
-    expected = batches(0, 1)  # 8 batches of 16 out of 96 samples: more than an epoch
-    assert torch.equal(batches(2, 1), expected)
-    assert torch.equal(batches(0, 3), expected)
+    assert torch.equal(samples(dataclasses.replace(SHORT, **change), count), samples(SHORT, 1))
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path):
+    code = """
+        import multiprocessing, os, signal, sys
+        from pathlib import Path
+        from lotformer.training.run import train
+        from lotformer.training.torture import ToySettings, ToyTask
+
+        class Murder(ToyTask):
+            steps = 0
+
+            def loss(self, model, batch):
+                self.steps += 1
+                if self.steps == 7:
+                    worker = multiprocessing.active_children()[0].pid
+                    print(worker, flush=True)
+                    os.kill(worker, signal.SIGKILL)
+                return super().loss(model, batch)
+
+        try:
+            train(Murder(ToySettings(workers=1, steps=10**6, save_every=5)), Path(sys.argv[1]))
+        except OSError as error:
+            print(error, flush=True)
+            os._exit(1)  # torch's handler repeats the error until the process is gone
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    worker, told = ended.stdout.splitlines()
+    assert ended.returncode == 1
+    assert told.startswith(f"process 0: DataLoader worker (pid {worker}) is killed by signal: Killed.")
+    assert state(tmp_path)["step"] % 5 == 0
 
 
 def test_a_batch_that_does_not_divide_evenly_counts_by_its_samples():

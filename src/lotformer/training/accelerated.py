@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,17 @@ Grouping = Callable[[nn.Module], list[ParamGroup]]
 def make_accelerator() -> Accelerator:
     """What `torchrun` or `accelerate launch` has set up, or this process alone."""
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator, DistributedDataParallelKwargs
     except ImportError as error:
         raise ImportError("training needs accelerate: pip install 'lotformer[train]'.") from error
-    # precision is not told: Accelerate cannot change it within a process, and runs of both kinds may follow each other
-    return Accelerator(mixed_precision="no")
+    # DDP otherwise regroups gradients after its first step, and sums of four or more processes then round differently:
+    # a resumed run would not be bit for bit the one that was never interrupted.
+    fixed_groups = DistributedDataParallelKwargs(find_unused_parameters=True)
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    # Without `cpu`, processes on CPUs are not joined. Precision is not told: Accelerate cannot change it within a
+    # process, and runs of both kinds may follow each other.
+    cpu = not torch.accelerator.is_available()
+    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[fixed_groups])
 
 
 class AcceleratedTeam:

@@ -1,6 +1,6 @@
 """Batches from a map-style data set, as a pure function of the seed and of how many were drawn.
 
-Order, augmentation and mixing depend on neither workers nor processes: every sample is drawn with random generators
+Order and augmentation do not depend on workers, processes or accumulation: every sample is drawn with random generators
 that are seeded from its place in the run. So a position in the data is two numbers, resuming costs nothing, and several
 processes see together what one would have seen alone. (torchdata's StatefulDataLoader restores the order only: workers
 start with other random numbers after a resume.)
@@ -81,15 +81,7 @@ class LoaderStream:
     def next(self) -> Any:
         if self._running is None:
             self._running = iter(self._loader())
-        try:
-            self._place, self.share, batch = next(self._running)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            who = f"process {self._process.index}: " if self._process.count > 1 else ""
-            raise RuntimeError(
-                f"{who}{str(error).splitlines()[0]} A worker that loads data died: try fewer workers if memory ran out."
-            ) from error
+        self._place, self.share, batch = next(self._running)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,12 +138,14 @@ class _Parts:
         epoch, first = self.start
         while True:
             batches = self.batches(epoch)
+            offset = sum(map(len, batches[:first]))  # samples count from here, however they are batched
             for position in range(first, len(batches)):
                 after = (epoch, position + 1) if position + 1 < len(batches) else (epoch + 1, 0)
-                yield self._part(batches[position], (epoch, position), after)
+                yield self._part(batches[position], epoch, offset, after)
+                offset += len(batches[position])
             epoch, first = epoch + 1, 0
 
-    def _part(self, batch: Sequence[int], place: _Place, after: _Place) -> _Part:
+    def _part(self, batch: Sequence[int], epoch: int, offset: int, after: _Place) -> _Part:
         index, count = self.process.index, self.process.count
         if len(batch) < count:
             raise ValueError(f"a batch of {len(batch)} samples cannot be shared by {count} processes.")
@@ -159,8 +153,8 @@ class _Parts:
         return _Part(
             share=(last - first) * count / len(batch),
             indices=batch[first:last],
-            seeds=[seed_from(self.seed, *place, sample) for sample in range(first, last)],
-            collation_seed=seed_from(self.seed, *place, len(batch)),
+            seeds=[seed_from(self.seed, epoch, offset + sample) for sample in range(first, last)],
+            collation_seed=seed_from(self.seed, epoch, offset, len(batch)),
             next_place=after,
         )
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
 """Files in the folder of a run: the checkpoint to resume from, the weights that did best, one JSON object per line."""
 
+_DEAD_WORKER = "It was loading data; if memory ran out, use fewer workers. Resume to go on."
+
 
 @dataclass(frozen=True)
 class TrainingReport:
@@ -63,7 +65,7 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
 
     Raises:
         ValueError: `out` holds a run already and `resume` was not given, or holds another run.
-        OSError: a checkpoint cannot be written; the previous one is intact.
+        OSError: a checkpoint cannot be written (the previous one is intact), or a worker that loads data died.
     """
     settings = task.settings
     accelerator = make_accelerator()
@@ -104,6 +106,10 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
     start = time.perf_counter()
     try:
         loop.run()
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ChildProcessError(f"process {team.process.index}: {str(error).splitlines()[0]} {_DEAD_WORKER}") from error
     finally:
         for listener in heard:
             listener.ended()

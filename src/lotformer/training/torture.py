@@ -140,7 +140,9 @@ def _run(out: Path, steps: int, workers: int) -> None:
 def _life(out: Path, steps: int, workers: int, kill_after: int | None) -> int:
     """Start the run as a process; kill it some moment after `kill_after` steps of its own. Returns its exit code."""
     command = [sys.executable, "-m", __spec__.name, "--run", str(out), "--steps", str(steps), "--workers", str(workers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # workers complain when their process dies
+    complaints = None if kill_after is None else subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
         assert process.stdout is not None
         if kill_after is not None:
             for _ in range(kill_after):

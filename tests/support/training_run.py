@@ -1,0 +1,64 @@
+"""Training runs of the toy task in processes of their own.
+
+`together` forks processes that already have everything imported. As a script, for torchrun:
+
+    torchrun --nproc-per-node=2 training_run.py OUT SETTINGS-AS-JSON
+
+where the environment variables KILL_RANK and KILL_AT kill one process during a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from torch import multiprocessing
+
+from lotformer.training.run import train
+from lotformer.training.torture import ToySettings, ToyTask
+
+
+class Mortal(ToyTask):
+    """Dies during a step if the environment says so."""
+
+    steps = 0
+
+    def loss(self, model, batch):
+        self.steps += 1
+        if os.environ.get("KILL_RANK") == os.environ.get("RANK") and self.steps == int(os.environ.get("KILL_AT", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+def run(out: Path, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    train(Mortal(ToySettings(**settings)), out, resume=True)
+
+
+def together(processes: int, out: Path, settings: dict[str, Any]) -> None:
+    """The run on several processes that know of each other, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.start_processes(_fork, (processes, port, out, settings), processes, start_method="fork")
+
+
+def _fork(rank: int, processes: int, port: int, out: Path, settings: dict[str, Any]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    AcceleratorState._reset_state(reset_partial_state=True)  # what earlier tests of the parent have left
+    PartialState._reset_state()
+    run(out, settings)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), json.loads(sys.argv[2]))
