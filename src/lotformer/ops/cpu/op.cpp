@@ -292,7 +292,24 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
   return names;
 }
 
+// Whether every row of a (heads, rank) matrix of logarithms at an address sums to one, to 2 %. An operator would take
+// longer to call than the check of a small problem may cost.
+PyObject* sum_to_one(PyObject*, PyObject* arguments) {
+  unsigned long long address = 0;
+  Py_ssize_t heads = 0, rank = 0;
+  if (!PyArg_ParseTuple(arguments, "Knn", &address, &heads, &rank)) return nullptr;
+  const float* x = reinterpret_cast<const float*>(static_cast<uintptr_t>(address));
+  bool ok = true;
+  for (Py_ssize_t h = 0; h < heads && ok; h++) {
+    double total = 0;
+    for (Py_ssize_t j = 0; j < rank; j++) total += std::exp(double(*x++));
+    ok = std::fabs(total - 1) < 2e-2;
+  }
+  return PyBool_FromLong(ok);
+}
+
 PyMethodDef methods[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Names of the kernels that run here."},
+                         {"sum_to_one", sum_to_one, METH_VARARGS, "Whether logarithms are those of masses."},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernel", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 

@@ -12,7 +12,7 @@ from ..problem import Report, Result, Solve, Transport
 
 _load_error: str | None = None
 try:
-    from ._kernel import instruction_sets as _runnable
+    from . import _kernel
 except ImportError as error:
     _load_error = str(error)
 
@@ -28,7 +28,15 @@ _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops
 
 def instruction_sets() -> list[str]:
     """The kernels this build can run on this machine, best first; `LOTFORMER_CPU_ISA` picks another one."""
-    return [] if _load_error else _runnable()
+    return [] if _load_error else _kernel.instruction_sets()
+
+
+def sum_to_one(log_masses: Tensor) -> bool | None:
+    """Whether the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
+    x = log_masses
+    if _load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+        return None
+    return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
 def why_unavailable() -> str | None:
