@@ -99,10 +99,8 @@ def _create(source: str, folder: Path | None, split: str, **options: Any) -> Any
             raise FileNotFoundError(f"{folder} does not exist: --data expects a folder that holds train/ and val/.")
     try:
         return create_dataset(source, root=None if folder is None else str(folder), split=split, **options)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{source} needs the package {error.name}: pip install {error.name}.") from error
-    except RuntimeError as error:  # timm's word for an empty folder
-        raise ValueError(f"no images of the split {split!r} in {folder}: {error}") from error
+    except RuntimeError as error:  # timm's word for an empty folder, and for a package that a source needs
+        raise ValueError(f"{source or folder}, split {split!r}: {error}") from error
 
 
 def _decoded(file: Any, label: int) -> Sample:

@@ -198,6 +198,7 @@ def _vision(settings: AblationSettings, row: Row, seed: int, data: Path) -> Visi
     options = {"rank": settings.rank, **row.options} if row.attention == "lot" else row.options
     model_options = {"depth": settings.depth, "patch_size": settings.patch_size, **row.model_options}
     return VisionSettings(
+        recipe="none",
         data=data,
         cache=True,
         model=settings.model,
@@ -210,15 +211,9 @@ def _vision(settings: AblationSettings, row: Row, seed: int, data: Path) -> Visi
         warmup_epochs=settings.epochs / 10,
         batch_size=settings.batch_size,
         lr=settings.lr,
-        final_lr=0.0,
-        drop_path=0.0,
-        mixup=0.0,
-        cutmix=0.0,
+        clip_norm=None,
+        label_smoothing=0.1,
         crop_scale=(settings.crop_scale, 1.0),
-        color_jitter=0.0,
-        randaugment="",
-        erasing=0.0,
-        repeats=1,
         seed=seed,
         save_every=100,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from ...training.stream import TrainingStream
 from ...training.task import Sums
 from ...training.teams import Process
 from .batches import Augmented, ImageBatch, Mix, Mixed, StreamedImages, repeated
-from .build import build
-from .evaluation import Transformed, count_right, evaluation_loader
+from .build import Trained, build
+from .evaluation import Evaluation, Progress, Transformed, count_right, evaluate, evaluation_loader
 from .settings import ImageSettings, VisionSettings
 
 Listen = Callable[[str, int, int], None]
@@ -153,6 +153,35 @@ class Vision:
         from timm.data import Mixup
 
         return Mixup(s.mixup, s.cutmix, label_smoothing=s.label_smoothing, num_classes=s.num_classes)
+
+
+def evaluate_trained(
+    trained: Trained,
+    images: ImageSettings,
+    *,
+    drop: Sequence[float] = (),
+    patch_size: int = 16,
+    batch_size: int = 128,
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> tuple[Evaluation, list[str]]:
+    """A trained model on a split, at the size it was trained with; also the files that could not be decoded.
+
+    Raises:
+        ValueError: the split has another number of classes than the model.
+    """
+    s = trained.settings
+    assert s.num_classes is not None
+    split = open_validation(images, s.num_classes)
+    data = Transformed(split, evaluation_transform(s.size, s.crop, **normalisation(s)))
+    judged = evaluate(
+        trained.model,
+        evaluation_loader(data, batch_size, workers),
+        drop=drop,
+        patch_size=patch_size,
+        progress=progress,
+    )
+    return judged, [split.name(index) for index in sorted(split.broken)]
 
 
 def normalisation(settings: VisionSettings) -> dict[str, Any]:
