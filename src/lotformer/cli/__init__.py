@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, data, experiment, figures
+from . import bench, data, evaluate, experiment, figures, train
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
@@ -38,6 +38,8 @@ def main(
 
 app.command()(doctor)
 app.add_typer(data.app, name="data")
+app.add_typer(train.app, name="train")
+app.add_typer(evaluate.app, name="eval")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(figures.app, name="figures")
 app.add_typer(bench.app, name="bench")

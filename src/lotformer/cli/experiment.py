@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,9 +14,9 @@ from ..data.checkpoints import checkpoint_folder
 from ..data.folder import VARIABLE, data_folder
 from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
-from ..experiments.vision import ablation, ladder, rank, sinkhorn
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish
+from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 
@@ -77,76 +77,9 @@ def stsb(
         publish(console, stsb_experiment.render(out), out)
 
 
-IMAGES = "imagenette2-128"
-Images = Annotated[
-    Path | None,
-    typer.Option(
-        help=f"Folder that holds train/ and val/ with one folder per class; by default {IMAGES} in ${VARIABLE}.",
-        show_default=False,
-    ),
-]
-Seeds = Annotated[int, typer.Option(min=1, help="Times to train each row, each with another seed.")]
-Rows = Annotated[str | None, typer.Option(help="Rows to run, comma-separated; by default all.")]
-
-
-@app.command("vision-ladder")
-@with_settings(ablation.AblationSettings)
-def vision_ladder(
-    settings: ablation.AblationSettings,
-    data: Images = None,
-    out: Out = Path("out/vision-ladder"),
-    seeds: Seeds = 2,
-    rows: Rows = None,
-) -> None:
-    """Table 3: what each part of LOT adds in a small ViT, beside PolaFormer, FLatten and softmax."""
-    _ablation(ladder, settings, data, out, seeds, rows)
-
-
-@app.command("sinkhorn-ablation")
-@with_settings(ablation.AblationSettings)
-def sinkhorn_ablation(
-    settings: ablation.AblationSettings,
-    data: Images = None,
-    out: Out = Path("out/sinkhorn-ablation"),
-    seeds: Seeds = 1,
-    rows: Rows = None,
-) -> None:
-    """Table 5: accuracy by Sinkhorn sweeps, ε and masses, and with the exact solver."""
-    _ablation(sinkhorn, settings, data, out, seeds, rows)
-
-
-@app.command("rank-ablation")
-@with_settings(ablation.AblationSettings)
-def rank_ablation(
-    settings: ablation.AblationSettings,
-    data: Images = None,
-    out: Out = Path("out/rank-ablation"),
-    seeds: Seeds = 1,
-    rows: Rows = None,
-) -> None:
-    """Table 6: accuracy, and time of a step, by the number of pivots."""
-    _ablation(rank, settings, data, out, seeds, rows)
-
-
-def _ablation(
-    experiment: Any,
-    settings: ablation.AblationSettings,
-    data: Path | None,
-    out: Path,
-    seeds: int,
-    rows: str | None,
-) -> None:
-    console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
-        folder = data or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
-        chosen = _names(rows) if rows else list(experiment.ROWS)
-        for name in chosen:
-            if name not in experiment.ROWS:
-                raise ValueError(f"{name!r} is not one of the rows {', '.join(experiment.ROWS)}.")
-        picked = {name: experiment.ROWS[name] for name in chosen}
-        with progress_bar(console) as listen:
-            ablation.run(experiment.NAME, picked, folder, out, settings, seeds, listen, command_line())
-        publish(console, experiment.render(out), out)
+app.command("vision-ladder")(vision_ladder)
+app.command("sinkhorn-ablation")(sinkhorn_ablation)
+app.command("rank-ablation")(rank_ablation)
 
 
 def _names(text: str) -> list[str]:

@@ -6,18 +6,23 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from .._settings import Settings, fields, load, make, optional
+from .._settings import Settings, fields, load, make, optional, read_toml
 
 _CONFIG = typer.Option(help="TOML file with any of these settings; options on the command line win.")
 
 
-def with_settings(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+Values = Mapping[str, Any]
+
+
+def with_settings(
+    cls: type[Settings], completed: Callable[[Values], Values] = lambda chosen: chosen
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command an option for every field of `cls`; it receives them as its argument `settings`.
 
         @app.command()
@@ -26,6 +31,7 @@ def with_settings(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callabl
 
     A value comes from the command line, else from the file of `--config`, else from the field's default. Unknown names
     in the file and values that are not allowed end the command with exit code 2 and the name of what was wrong.
+    `completed` may add to what was chosen, e.g. the values of a recipe where nothing else was said.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +47,7 @@ def with_settings(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callabl
         @functools.wraps(command)
         def run(context: typer.Context, config: Path | None, **arguments: Any) -> Any:
             rest = {parameter.name: arguments.pop(parameter.name) for parameter in own}
-            return command(settings=_settings(cls, context, config, arguments), **rest)
+            return command(settings=_settings(cls, context, config, arguments, completed), **rest)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # where typer looks
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -55,13 +61,22 @@ def _own_first(cls: type[Settings]) -> list[tuple[dataclasses.Field[Any], Any]]:
     return sorted(fields(cls), key=lambda item: item[0].name not in vars(cls).get("__annotations__", {}))
 
 
-def _settings(cls: type[Settings], context: typer.Context, config: Path | None, values: dict[str, Any]) -> Settings:
+def _settings(
+    cls: type[Settings],
+    context: typer.Context,
+    config: Path | None,
+    values: dict[str, Any],
+    completed: Callable[[Values], Values],
+) -> Settings:
     kinds = {field.name: optional(kind)[0] for field, kind in fields(cls)}
     typed = {name: value for name, value in values.items() if _was_typed(context, name)}
     chosen = {name: _parsed(name, value, kinds[name]) for name, value in typed.items()}
     try:
-        from_command_line = make(cls, chosen)  # first, so that the file is not blamed for what was typed
-        return load(cls, config, chosen) if config else from_command_line
+        make(cls, chosen)  # first, so that the file is not blamed for what was typed
+        if config:
+            load(cls, config)
+            chosen = {**read_toml(config), **chosen}
+        return make(cls, completed(chosen))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

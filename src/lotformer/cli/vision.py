@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ..data.folder import VARIABLE, data_folder
+from ..experiments.vision import ablation, ladder, rank, sinkhorn
 from ..experiments.vision.settings import ImageSettings, VisionSettings, completed
 from ..results.tables import Table
 from .settings import with_settings
-from .terminal import one_clear_error, progress_bar, say, show_table
+from .terminal import command_line, one_clear_error, progress_bar, publish, say, show_table
+
+IMAGES = "imagenette2-128"
+Images = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"Folder that holds train/ and val/ with one folder per class; by default {IMAGES} in ${VARIABLE}.",
+        show_default=False,
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder for the results; cells that are finished there are not run again.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Times to train each row, each with another seed.")]
+Rows = Annotated[str | None, typer.Option(help="Rows to run, comma-separated; by default all.")]
 
 
 @with_settings(VisionSettings, completed)
@@ -64,9 +78,9 @@ def eval_vision(
                 progress=lambda now, total: listen("evaluating", now, total),
             )
     rows = [
-        ("top-1", f"{judged.top1:.2%}"),
-        ("top-5", f"{judged.top5:.2%}"),
-        *((f"top-1, {float(share):.0%} of the patches blank", f"{kept:.2%}") for share, kept in judged.dropped.items()),
+        ("top-1", _percent(judged.top1)),
+        ("top-5", _percent(judged.top5)),
+        *((f"top-1, {float(share):.0%} of patches blank", _percent(kept)) for share, kept in judged.dropped.items()),
         ("images", f"{judged.images:,}"),
         ("images per second", f"{judged.images_per_second:.0f}"),
     ]
@@ -79,6 +93,10 @@ def eval_vision(
         say(console, f"{len(broken)} images could not be decoded and were skipped: {', '.join(broken)}")
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
 def _shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in text.split(",") if part.strip())
@@ -87,3 +105,60 @@ def _shares(text: str) -> tuple[float, ...]:
     if not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"--drop expects shares between 0 and 1, separated by commas, got {text!r}.")
     return shares
+
+
+@with_settings(ablation.AblationSettings)
+def vision_ladder(
+    settings: ablation.AblationSettings,
+    data: Images = None,
+    out: Out = Path("out/vision-ladder"),
+    seeds: Seeds = 2,
+    rows: Rows = None,
+) -> None:
+    """Table 3: what each part of LOT adds in a small ViT, beside PolaFormer, FLatten and softmax."""
+    _ablation(ladder, settings, data, out, seeds, rows)
+
+
+@with_settings(ablation.AblationSettings)
+def sinkhorn_ablation(
+    settings: ablation.AblationSettings,
+    data: Images = None,
+    out: Out = Path("out/sinkhorn-ablation"),
+    seeds: Seeds = 1,
+    rows: Rows = None,
+) -> None:
+    """Table 5: accuracy by Sinkhorn sweeps, ε and masses, and with the exact solver."""
+    _ablation(sinkhorn, settings, data, out, seeds, rows)
+
+
+@with_settings(ablation.AblationSettings)
+def rank_ablation(
+    settings: ablation.AblationSettings,
+    data: Images = None,
+    out: Out = Path("out/rank-ablation"),
+    seeds: Seeds = 1,
+    rows: Rows = None,
+) -> None:
+    """Table 6: accuracy, and time of a step, by the number of pivots."""
+    _ablation(rank, settings, data, out, seeds, rows)
+
+
+def _ablation(
+    experiment: Any,
+    settings: ablation.AblationSettings,
+    data: Path | None,
+    out: Path,
+    seeds: int,
+    rows: str | None,
+) -> None:
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        folder = data or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
+        chosen = [name.strip() for name in rows.split(",")] if rows else list(experiment.ROWS)
+        for name in chosen:
+            if name not in experiment.ROWS:
+                raise ValueError(f"{name!r} is not one of the rows {', '.join(experiment.ROWS)}.")
+        picked = {name: experiment.ROWS[name] for name in chosen}
+        with progress_bar(console) as listen:
+            ablation.run(experiment.NAME, picked, folder, out, settings, seeds, listen, command_line())
+        publish(console, experiment.render(out), out)

@@ -12,12 +12,11 @@ import torch
 import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
-from support.image_folder import CLASSES, make_image_folder
-
 from lotformer.data.vision.cache import decoded
 from lotformer.data.vision.sources import open_images, open_stream
 from lotformer.data.vision.transforms import Augmentation, evaluation_transform, training_transform
 from lotformer.training.random_state import isolated
+from support.image_folder import CLASSES, make_image_folder
 
 MODEL = {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 

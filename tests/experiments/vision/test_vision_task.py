@@ -13,21 +13,20 @@ import torch
 import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
-from support.image_folder import make_image_folder
-
 from lotformer._settings import make
-from lotformer.experiments.vision.batches import repeated
+from lotformer.experiments.vision.batches import StreamedImages, repeated
 from lotformer.experiments.vision.build import load_trained, load_weights
 from lotformer.experiments.vision.evaluation import blanked, couplings_watched
 from lotformer.experiments.vision.settings import ImageSettings, VisionSettings, completed, options
 from lotformer.experiments.vision.task import Vision, evaluate_trained, open_sets
 from lotformer.training.logs import Progress
 from lotformer.training.run import train
+from support.image_folder import make_image_folder
 
 TINY: dict[str, Any] = {
     "model": "lot_vit_half",
-    "model_options": ("depth=2", "patch_size=8", "embed_dim=24"),
-    "attention_options": ("rank=4",),
+    "model_args": ("depth=2", "patch_size=8", "embed_dim=24"),
+    "attention_args": ("rank=4",),
     "image_size": (16, 24),
     "batch_size": 6,
     "lr": 3e-3,
@@ -72,6 +71,7 @@ def test_the_papers_recipe_says_what_the_paper_says() -> None:
     settings = make(VisionSettings, completed({"recipe": "paper"}))
     stated = (settings.epochs, settings.warmup_epochs, settings.batch_size, settings.lr, settings.weight_decay)
     assert stated == (400, 10, 1024, 3e-4, 0.05)
+    assert settings.model == "lot_deit_tiny_patch16_224"
     deit = make(VisionSettings, completed({"recipe": "deit"}))
     assert (deit.epochs, deit.warmup_epochs, deit.lr, deit.mixup, deit.cutmix) == (300, 5, 1e-3, 0.8, 1.0)
     assert make(VisionSettings, completed({"epochs": 30.0})).warmup_epochs == pytest.approx(0.5)
@@ -114,6 +114,29 @@ def test_repeated_augmentation_repeats_images_in_a_row() -> None:
     assert all(len(set(drawn[start : start + 3])) == 1 for start in (0, 3))
     assert batches(0) == batches(0)
     assert batches(0) != batches(1)
+
+
+class _Counting(torch.utils.data.IterableDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self):
+        return iter([(torch.full((3, 2, 2), float(index)), index) for index in range(7)])
+
+
+def test_a_streamed_source_goes_on_where_it_was() -> None:
+    def stream(source: Any) -> StreamedImages:
+        return StreamedImages(source, 2, None, seed=0, workers=0, described="numbers")
+
+    whole = stream(_Counting())
+    drawn = [whole.next().targets.tolist() for _ in range(5)]
+    assert drawn == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]  # what fills no batch is left out; then from the start
+    again = stream(_Counting())
+    again.load_state_dict({"drawn": 4})
+    assert again.next().targets.tolist() == [2, 3]
+    assert again.state_dict() == whole.state_dict()
+    with pytest.raises(ValueError, match="less than one batch"):
+        StreamedImages(_Counting(), 9, None, seed=0, workers=0, described="").next()
 
 
 def test_a_trained_model_is_evaluated_with_blank_patches_and_residuals(folder: Path, tmp_path: Path) -> None:
@@ -171,11 +194,15 @@ def test_a_checkpoint_on_a_set_with_other_classes_is_refused(folder: Path, tmp_p
 def test_weights_of_another_architecture_are_refused(folder: Path, tmp_path: Path) -> None:
     train(task(folder, recipe="none", steps=1), tmp_path / "run")
     weights = load_trained(tmp_path / "run" / "best.pt").model.state_dict()
-    deeper = task(folder, model_options=("depth=3", "patch_size=8", "embed_dim=24")).build_model()
+    deeper = task(folder, model_args=("depth=3", "patch_size=8", "embed_dim=24")).build_model()
     with pytest.raises(ValueError, match=r"another architecture: blocks\.2\..* is missing; .* and \d+ more"):
         load_weights(deeper, weights, "best.pt")
     with pytest.raises(ValueError, match="belongs to another run"):
-        train(task(folder, recipe="none", steps=1, attention="softmax", attention_options=()), tmp_path / "run", resume=True)
+        train(
+            task(folder, recipe="none", steps=1, attention="softmax", attention_args=()),
+            tmp_path / "run",
+            resume=True,
+        )
 
 
 def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -190,7 +217,7 @@ def test_models_and_options_that_do_not_exist_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="timm knows no model 'lot_deit'; there are lot_deit_"):
         task(folder, model="lot_deit").build_model()
     with pytest.raises(ValueError, match="cannot be built with"):
-        task(folder, attention_options=("ranks=3",)).build_model()
+        task(folder, attention_args=("ranks=3",)).build_model()
     with pytest.raises(ValueError, match="written name=value"):
         options(["rank"])
     assert options(["rank=16", "solver=newton", "powers=(1, 0.5)"]) == {

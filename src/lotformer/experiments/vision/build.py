@@ -30,9 +30,9 @@ def build(settings: VisionSettings) -> nn.Module:
     arguments: dict[str, Any] = {"num_classes": settings.num_classes, "drop_path_rate": settings.drop_path}
     if settings.attention is not None:  # only lotformer's models know these two
         arguments["attention"] = settings.attention
-    if settings.attention_options:
-        arguments["attention_options"] = options(settings.attention_options)
-    arguments |= options(settings.model_options)
+    if settings.attention_args:
+        arguments["attention_options"] = options(settings.attention_args)
+    arguments |= options(settings.model_args)
     try:
         return timm.create_model(settings.model, img_size=settings.size, **arguments)
     except TypeError as error:

@@ -18,7 +18,6 @@ else:
 from ..._settings import Settings, setting
 from ...training.settings import TrainSettings
 
-
 Recipe = Literal["deit", "paper", "none"]
 """Files in the folder `recipes`, and "none"."""
 
@@ -28,7 +27,7 @@ class ImageSettings(Settings):
     """Which images to evaluate on."""
 
     data: Path | None = setting(None, "Folder that holds train/ and val/ with one folder per class, or a tar file.")
-    source: str = setting("", "timm's name of another source: torch/cifar10, hfds/…, wds/…; --data is where it is.")
+    source: str = setting("", "timm's name of another source, e.g. torch/cifar10; --data is where it is.")
     val_split: str = setting("validation", "The split to evaluate on.")
     cache: bool = setting(False, "Decode all images once and keep them in memory; for small sets.")
 
@@ -38,10 +37,10 @@ class VisionSettings(ImageSettings, TrainSettings):
     """A run of `lotformer train vision`. Without a recipe: plain training on random crops and flips."""
 
     recipe: Recipe = setting("deit", "Where to take what is not given from: DeiT's 300 epochs or the paper's 400.")
-    model: str = setting("lot_deit_tiny_patch16_224", "A model of lotformer.models, or any other of timm's.")
+    model: str = setting("lot_vit_half", "A model of lotformer.models, or any other of timm's.")
     attention: str | None = setting(None, "Mechanism of lotformer's models; LOT if not given.")
-    attention_options: tuple[str, ...] = setting((), "Options of the mechanism, e.g. rank=16,solver=newton.")
-    model_options: tuple[str, ...] = setting((), "Further options of the model, e.g. depth=6,patch_size=8.")
+    attention_args: tuple[str, ...] = setting((), "Arguments of the mechanism, e.g. rank=16.")
+    model_args: tuple[str, ...] = setting((), "Further arguments of the model, e.g. depth=6.")
     drop_path: float = setting(0.0, "Stochastic depth of the last block.", at_least=0, at_most=1)
     num_classes: int | None = setting(None, "Classes; needed only where the source does not tell.", at_least=1)
 
@@ -52,7 +51,7 @@ class VisionSettings(ImageSettings, TrainSettings):
     cutmix: float = setting(0.0, "α of cutmix; 0 for none.", at_least=0)
     crop_scale: tuple[float, ...] = setting((0.08, 1.0), "Range of the random crop's share of the image.", at_least=0)
     color_jitter: float = setting(0.0, "Strength of colour jitter, where there is no RandAugment.", at_least=0)
-    randaugment: str = setting("", "timm's description of the policy, e.g. rand-m9-mstd0.5-inc1; empty for none.")
+    randaugment: str = setting("", "timm's description of the policy; empty for none.")
     erasing: float = setting(0.0, "Probability of erasing a rectangle.", at_least=0, at_most=1)
     repeats: int = setting(1, "Differently augmented copies of an image in a row.", at_least=1)
 
