@@ -108,6 +108,12 @@ def test_gpu_resources_are_readable_at_eighty_columns(monkeypatch):
     assert "| kernel | R = 16 | R = 32 |" in markdown
 
 
+def test_a_title_may_be_wider_than_its_table():
+    console = Console(width=80, file=io.StringIO())
+    show_table(console, Table("a title of some length above a table of almost none", ("a", "b"), (("1", "2"),)))
+    assert "a title of some length above a table of almost none\n" in console.file.getvalue()
+
+
 def test_brackets_are_text():
     console = Console(width=80, file=io.StringIO())
     show_table(console, Table("[/]", ("[a]", "[/b]"), (("[bold]x", "[/]"),)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import rich.table
@@ -81,14 +80,15 @@ def show_table(console: Console, table: Table) -> None:
     """Print a table; one that is too wide comes in parts that each begin with its first column."""
     gap = 1 if _fits(console, table, 1) else 0
     rest = list(range(1, len(table.columns)))
-    title = table.title
+    if table.title:
+        console.print(table.title, markup=False, highlight=False, style="italic")
     while rest:
         taken = 1
         while taken < len(rest) and _fits(console, _columns(table, [0, *rest[: taken + 1]]), gap):
             taken += 1
-        console.print(_rich(replace(_columns(table, [0, *rest[:taken]]), title=title), gap))
+        console.print(_rich(_columns(table, [0, *rest[:taken]]), gap))
         console.print()
-        rest, title = rest[taken:], ""
+        rest = rest[taken:]
 
 
 def _columns(table: Table, chosen: list[int]) -> Table:
@@ -99,18 +99,11 @@ def _columns(table: Table, chosen: list[int]) -> Table:
 
 def _fits(console: Console, table: Table, gap: int) -> bool:
     unlimited = console.options.update(max_width=10_000)
-    return Measurement.get(console, unlimited, _rich(replace(table, title=""), gap)).maximum <= console.width
+    return Measurement.get(console, unlimited, _rich(table, gap)).maximum <= console.width
 
 
 def _rich(table: Table, gap: int) -> rich.table.Table:
-    made = rich.table.Table(
-        title=Text(table.title) if table.title else None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, gap, 0, 0),
-    )
+    made = rich.table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
     for index, column in enumerate(table.columns):
         made.add_column(
             Text(column), justify="left" if index < table.left else "right", overflow="fold", vertical="bottom"
