@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +13,7 @@ from rich.progress import Progress as Bar
 from ..training.logs import Progress
 from ..training.run import TrainingReport, train
 from ..training.task import Task
+from .terminal import one_clear_error
 
 
 class ProgressBar:
@@ -61,11 +61,8 @@ def shares(of: Progress | TrainingReport) -> str:
 def train_with_progress(task: Task, out: Path, *, resume: bool) -> TrainingReport:
     """`train`, with a progress bar and a closing line; what cannot work ends the command with exit code 1."""
     console = Console()
-    try:
+    with one_clear_error(console, "Cannot train"):
         report = train(task, out, resume=resume, listeners=[ProgressBar(console)])
-    except (ValueError, OSError, ImportError) as error:
-        console.print(f"[red]Cannot train:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
     best = "" if report.best is None else f", best {task.metric} {report.best:.4f} at step {report.best_step}"
     console.print(
         f"{report.steps} steps in {report.seconds:.0f} s, {report.samples_per_second:.0f} samples per second "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from . import timm_parts
 from .teams import Process
 from .updates import ParamGroup
 
@@ -167,11 +168,8 @@ class AcceleratedUpdates:
 
 
 def _average(model: nn.Module, decay: float) -> Any:
-    try:
-        from timm.utils import ModelEmaV3
-    except ImportError as error:
-        raise ImportError("an average of the weights needs timm: pip install 'lotformer[train]'.") from error
-    return ModelEmaV3(model, decay=decay)
+    _, average = timm_parts.parts()
+    return average(model, decay=decay)
 
 
 def _shard(model: nn.Module, accelerator: Accelerator) -> Any:

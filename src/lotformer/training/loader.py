@@ -8,7 +8,7 @@ start with other random numbers after a resume.)
 
 from __future__ import annotations
 
-import signal
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -100,14 +100,15 @@ class LoaderStream:
             num_workers=self._workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # a loader draws a seed when it starts: not from the model's generator
-            worker_init_fn=_ignore_signals if self._workers else None,
+            worker_init_fn=_aloof if self._workers else None,
         )
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ctrl-C reaches workers too; they go on until the step is done and saved."""
+def _aloof(worker: int) -> None:
+    """Leave the process group: Ctrl-C and other signals to it must not end a worker before the step is done and saved."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -1,0 +1,18 @@
+"""The parts of timm that training uses: its parameter groups and its average of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _torchvision
+
+
+def parts() -> tuple[Any, Any]:
+    """`(param_groups_weight_decay, ModelEmaV3)`, imported when they are needed: timm takes seconds."""
+    _torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
+    try:
+        from timm.optim import param_groups_weight_decay
+        from timm.utils import ModelEmaV3
+    except ImportError as error:
+        raise ImportError("training needs timm: pip install 'lotformer[train]'.") from error
+    return param_groups_weight_decay, ModelEmaV3
