@@ -14,12 +14,13 @@ one of these `| None`; each has a default.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -100,6 +101,20 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
         raise ValueError(f"{path} is not a TOML file: {error}.") from error
+
+
+def name_value_pairs(texts: Sequence[str]) -> dict[str, Any]:
+    """`("rank=16", "solver=newton")` as keyword arguments: literals of Python where they are, else strings."""
+    made: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip().isidentifier():
+            raise ValueError(f"an option is written name=value, got {text!r}.")
+        try:
+            made[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            made[name.strip()] = value.strip()
+    return made
 
 
 def optional(kind: Any) -> tuple[Any, bool]:

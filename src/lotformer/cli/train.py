@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .longrange import train_lra
 from .vision import train_vision
 
 app = typer.Typer(help="Train models from scratch.", no_args_is_help=True)
@@ -15,3 +16,4 @@ def main() -> None:
 
 
 app.command("vision")(train_vision)
+app.command("lra")(train_lra)

@@ -87,8 +87,14 @@ class Split(Dataset[Example]):
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of the longest document of each example."""
-        of_documents = np.diff(self._ends, prepend=np.int64(0))
-        return of_documents[self.examples].max(1)
+        return self._document_lengths().max(1)
+
+    def tokens_per_example(self) -> npt.NDArray[np.int64]:
+        """Tokens of all documents of each example."""
+        return self._document_lengths().sum(1)
+
+    def _document_lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self._ends, prepend=np.int64(0))[self.examples]
 
     def _document(self, number: int) -> Tokens:
         start = self._ends[number - 1] if number else 0

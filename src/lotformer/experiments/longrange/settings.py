@@ -1,0 +1,59 @@
+"""Settings of a run on the Long Range Arena: what is chosen, and a recipe's values for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal, get_args
+
+from ..._settings import make, setting, tomllib
+from ...training.settings import TrainSettings
+
+TaskName = Literal["text", "listops", "retrieval", "film-pairs", "pathfinder", "image"]
+Recipe = Literal["paper", "skyformer"]
+
+_SAME_RECIPE = {"film-pairs": "retrieval"}  # a task of the same form
+
+
+@dataclass(frozen=True)
+class LongRangeSettings(TrainSettings):
+    """A run of `lotformer train lra`. What is not given comes from the recipe, see `completed`."""
+
+    task: TaskName = setting("image", "What to learn.")
+    attention: str = setting("lot", "The mechanism, by its name in `lotformer zoo`.")
+    attention_options: tuple[str, ...] = setting((), "Options of the mechanism, name=value; over those of the recipe.")
+    local_mixing: bool = setting(False, "Add a depthwise convolution of the values, 1-D or 2-D by the task.")
+    recipe: Recipe = setting("paper", "Whose settings to take for what is not given.")
+    pooling: Literal["real", "published"] = setting(
+        "real", "Mean over real tokens, or the published one: token 0 is padding, divided by all positions."
+    )
+    dropout: float = setting(0.1, "Of embeddings and layers.", at_least=0, at_most=1)
+    attention_dropout: float = setting(0.0, "Inside mechanisms that have it; the protocol's is 0.1.", at_least=0)
+    brackets: bool = setting(True, "ListOps with closing brackets; published results have none.")
+    released: bool = setting(False, "ListOps and Pathfinder from the arena's files instead of generated.")
+    data_seed: int = setting(0, "Of what is generated, paired or split.", at_least=0)
+    evaluated: int | None = setting(None, "Examples that an evaluation looks at; all if not given.", at_least=1)
+
+
+def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen, and what the recipe says of the rest for the task and the mechanism.
+
+    Fewer steps shorten the warm-up in proportion. Options of the mechanism win one by one, after the recipe's.
+    """
+    defaults = LongRangeSettings()
+    recipe, task, attention = (chosen.get(name, getattr(defaults, name)) for name in ("recipe", "task", "attention"))
+    if recipe not in get_args(Recipe):
+        return dict(chosen)  # the settings refuse it, and say which there are
+    tables = tomllib.loads((resources.files(__package__) / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8"))
+    own = tables.get(_SAME_RECIPE.get(task, task), {})
+    values = {name: value for name, value in {**tables, **own}.items() if not isinstance(value, dict)}
+    if "steps" in chosen:
+        values["warmup_steps"] = round(values["warmup_steps"] * chosen["steps"] / values["steps"])
+    options = own.get("options", {}).get(attention) or tables["options"].get(attention, [])
+    return {**values, **chosen, "attention_options": [*options, *chosen.get("attention_options", ())]}
+
+
+def settings_for(**chosen: Any) -> LongRangeSettings:
+    """Settings with the recipe's values for what is not chosen."""
+    return make(LongRangeSettings, completed(chosen))
