@@ -34,11 +34,12 @@ def train_lra(
     What is not given comes from the recipe for the task: the paper's learning rate, ε and mass temperature, or
     Skyformer's protocol.
     """
-    from ..experiments.longrange.task import LongRange, prepared
+    from ..experiments.longrange.task import LongRange, build_model, prepared
     from .training import train_with_progress
 
     console = Console()
     with one_clear_error(console, "Cannot train"):
+        build_model(settings)  # what cannot be built is said before sets are prepared
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
             sets = prepared(settings, folder, lambda done, total: listen(f"preparing {settings.task}", done, total))

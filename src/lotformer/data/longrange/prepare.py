@@ -18,6 +18,9 @@ Listener = Callable[[int, int], None]
 """Called with the number of shards that are done, and of all shards."""
 
 
+_SHARDS_PER_PROCESS = 2  # for fewer, starting a process takes longer than the work
+
+
 class Source(Protocol):
     """A task's examples in shards, which can be made in any order and in any process.
 
@@ -87,7 +90,7 @@ def prepare(
 
 
 def _made(source: Source, missing: list[tuple[str, int, Path]], workers: int | None) -> Iterator[None]:
-    workers = min(workers or os.cpu_count() or 1, len(missing))
+    workers = min(workers or os.cpu_count() or 1, len(missing) // _SHARDS_PER_PROCESS)
     if workers <= 1:
         for split, number, path in missing:
             _make(source, split, number, path)

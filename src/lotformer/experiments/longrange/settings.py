@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from ..._settings import make, setting, tomllib
+from ... import attention
+from ..._settings import make, name_value_pairs, setting, tomllib
 from ...training.settings import TrainSettings
 
 TaskName = Literal["text", "listops", "retrieval", "film-pairs", "pathfinder", "image"]
@@ -35,6 +36,11 @@ class LongRangeSettings(TrainSettings):
     data_seed: int = setting(0, "Of what is generated, paired or split.", at_least=0)
     evaluated: int | None = setting(None, "Examples that an evaluation looks at; all if not given.", at_least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        attention.entry(self.attention)  # an unknown name is refused now, and not when sets have been prepared
+        name_value_pairs(self.attention_options)
+
 
 def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen, and what the recipe says of the rest for the task and the mechanism.
@@ -42,15 +48,15 @@ def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
     Fewer steps shorten the warm-up in proportion. Options of the mechanism win one by one, after the recipe's.
     """
     defaults = LongRangeSettings()
-    recipe, task, attention = (chosen.get(name, getattr(defaults, name)) for name in ("recipe", "task", "attention"))
+    recipe, task, name = (chosen.get(field, getattr(defaults, field)) for field in ("recipe", "task", "attention"))
     if recipe not in get_args(Recipe):
         return dict(chosen)  # the settings refuse it, and say which there are
     tables = tomllib.loads((resources.files(__package__) / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8"))
     own = tables.get(_SAME_RECIPE.get(task, task), {})
-    values = {name: value for name, value in {**tables, **own}.items() if not isinstance(value, dict)}
+    values = {field: value for field, value in {**tables, **own}.items() if not isinstance(value, dict)}
     if "steps" in chosen:
         values["warmup_steps"] = round(values["warmup_steps"] * chosen["steps"] / values["steps"])
-    options = own.get("options", {}).get(attention) or tables["options"].get(attention, [])
+    options = own.get("options", {}).get(name) or tables["options"].get(name, [])
     return {**values, **chosen, "attention_options": [*options, *chosen.get("attention_options", ())]}
 
 

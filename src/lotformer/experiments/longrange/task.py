@@ -119,21 +119,28 @@ class LongRange:
 
 
 def build_model(settings: LongRangeSettings) -> LongRangeEncoder:
-    """The encoder for the task and the mechanism of the settings."""
+    """The encoder for the task and the mechanism of the settings.
+
+    Raises:
+        ValueError: the mechanism has no such option, or does not allow its value.
+    """
     task = TASKS[settings.task]
-    return LongRangeEncoder(
-        vocabulary=task.vocabulary,
-        max_length=task.max_length,
-        classes=task.classes,
-        documents=task.documents,
-        grid=task.grid,
-        attention=settings.attention,
-        attention_options=name_value_pairs(settings.attention_options),
-        local_mixing=settings.local_mixing,
-        pooling=settings.pooling,
-        dropout=settings.dropout,
-        attention_dropout=settings.attention_dropout,
-    )
+    try:
+        return LongRangeEncoder(
+            vocabulary=task.vocabulary,
+            max_length=task.max_length,
+            classes=task.classes,
+            documents=task.documents,
+            grid=task.grid,
+            attention=settings.attention,
+            attention_options=name_value_pairs(settings.attention_options),
+            local_mixing=settings.local_mixing,
+            pooling=settings.pooling,
+            dropout=settings.dropout,
+            attention_dropout=settings.attention_dropout,
+        )
+    except TypeError as error:
+        raise ValueError(f"attention_options do not suit {settings.attention!r}: {error}") from error
 
 
 def prepared(
