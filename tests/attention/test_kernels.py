@@ -105,9 +105,12 @@ def test_t2r_is_its_relu_kernel(tied: bool) -> None:
     q, k, v = tokens(7, 9)
     module = build("t2r", features=11, tied=tied)
     key_map = module.query_map if tied else module.key_map
-    phi_q = F.relu(q @ module.query_map.weight + module.query_map.bias)
+    phi_q = F.relu(D**-0.5 * q @ module.query_map.weight + module.query_map.bias)
     phi_k = F.relu(k @ key_map.weight + key_map.bias)
-    close(module(q, k, v), normalized(phi_q @ phi_k.mT, 1e-6) @ v)
+    close(module(q, k, v), normalized(phi_q @ phi_k.mT) @ v)
+    module.scale, module.floor = 1.0, 1e6
+    phi_q = F.relu(q @ module.query_map.weight + module.query_map.bias)
+    close(module(q, k, v), phi_q @ phi_k.mT @ v / 1e6)
 
 
 def test_efficient_attention_is_a_row_stochastic_product_of_two_softmaxes() -> None:

@@ -95,8 +95,14 @@ def test_mamba2_gates_by_the_query_and_normalises():
     full = make("mamba2", conv_size=None)
     full.load_state_dict(bare.state_dict(), strict=False)
     expected = bare(q, k, v) * F.silu(q @ full.gate)
-    expected = expected * (expected.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * full.norm
-    assert_equal(expected, full(q, k, v), 1e-9)
+    by_head = expected * (expected.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    over_all = expected * (expected.square().mean((1, 3), keepdim=True) + 1e-5).rsqrt()
+    with torch.no_grad():
+        full.norm.normal_()
+    weight = full.norm.view(HEADS, 1, DIM)
+    assert_equal(over_all * weight, full(q, k, v), 1e-9)
+    full.norm_groups = HEADS
+    assert_equal(by_head * weight, full(q, k, v), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["deltanet", "mamba2"])

@@ -30,7 +30,7 @@ PADDING_IS_NOT_TRUNCATION: dict[str, str] = {}
 # options under which mechanisms that iterate towards double stochasticity have arrived
 CONVERGED: dict[str, dict[str, object]] = {
     "sinkformer": {"half_steps": 401},
-    "lowrank-ot": {"inner_steps": 200},
+    "lowrank-ot": {"outer_steps": 5, "inner_steps": 200},
     "lot": {"solver": "newton"},
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lotformer import attention
 from lotformer.attention.espformer import ESPFormer
+from lotformer.attention.espformer_hard import _partners
 from support.dense import B, D, H, build, close, softmax_matrix, tokens
 
 
@@ -36,10 +37,11 @@ def test_sinkformer_with_many_half_steps_is_doubly_stochastic() -> None:
 # ESPFormer
 
 
-def dense_esp(q: Tensor, k: Tensor, *, temperature: float, tau: float | None) -> Tensor:
+def dense_esp(q: Tensor, k: Tensor, *, temperature: float, tau: float | None, slice_cost: str = "squared") -> Tensor:
     """The definition slice by slice; `tau=None` sorts truly."""
     x, y = q * D**-0.5, k * D**-0.5
     distance = (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1)
+    distance = distance / q.shape[2] if slice_cost == "squared" else distance.sqrt()
 
     def permutation(column: Tensor) -> Tensor:
         if tau is None:
@@ -48,20 +50,24 @@ def dense_esp(q: Tensor, k: Tensor, *, temperature: float, tau: float | None) ->
         return (-(ordered[..., :, None] - column[..., None, :]).square() / tau).softmax(-1)
 
     plans = torch.stack([permutation(x[..., l]).mT @ permutation(y[..., l]) for l in range(D)], 2)
-    costs = (distance[:, :, None] * plans).sum((-1, -2)) / q.shape[2]
+    costs = (distance[:, :, None] * plans).sum((-1, -2))
     weights = (-temperature * costs).softmax(-1)
     return (weights[..., None, None] * plans).sum(2)
 
 
+@pytest.mark.parametrize("slice_cost", ["squared", "distance"])
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 3.0])
 @pytest.mark.parametrize(("name", "tau"), [("espformer", 0.05), ("espformer-hard", None)])
 def test_espformer_and_its_gradients_are_the_weighted_mean_of_slices(
-    name: str, tau: float | None, temperature: float
+    name: str, tau: float | None, temperature: float, slice_cost: str
 ) -> None:
-    options = {"temperature": temperature} if tau is None else {"temperature": temperature, "tau": tau}
+    options = {"temperature": temperature, "slice_cost": slice_cost} | ({} if tau is None else {"tau": tau})
     leaves = [x.requires_grad_() for x in tokens(9)]
     q, k, v = leaves
-    out, dense = build(name, **options)(q, k, v), dense_esp(q, k, temperature=temperature, tau=tau) @ v
+    out, dense = (
+        build(name, **options)(q, k, v),
+        dense_esp(q, k, temperature=temperature, tau=tau, slice_cost=slice_cost) @ v,
+    )
     close(out, dense)
     upstream = torch.randn(out.shape, dtype=out.dtype)
     got, expected = (torch.autograd.grad(x, leaves, upstream, materialize_grads=True) for x in (out, dense))
@@ -69,10 +75,22 @@ def test_espformer_and_its_gradients_are_the_weighted_mean_of_slices(
         close(x, y)
 
 
+@pytest.mark.parametrize("slice_cost", ["squared", "distance"])
+@pytest.mark.parametrize(("n", "dim"), [(16, 8), (64, 8), (16, 64), (150, 32)])
+def test_by_default_espformers_slices_are_told_apart_at_every_size(n: int, dim: int, slice_cost: str) -> None:
+    """Weights that are all alike would teach queries and keys nothing; one slice alone would forget the others."""
+    q, k = torch.randn(2, 2, 4, n, dim)
+    module = attention.build("espformer-hard", head_dim=dim, num_heads=4, slice_cost=slice_cost)
+    weights = module._slice_weights(q, k, _partners(q, k, None), None)
+    assert 0.5 < weights.log().std(-1).mean() < 1.5
+
+
 def test_soft_espformer_converges_to_the_hard_one_as_tau_vanishes() -> None:
     q, k, v = tokens(9)
-    hard = build("espformer-hard")(q, k, v)
-    errors = [(build("espformer", tau=tau)(q, k, v) - hard).abs().max() for tau in (1.0, 1e-2, 1e-4, 1e-12)]
+    hard = build("espformer-hard", temperature=0.1)(q, k, v)
+    errors = [
+        (build("espformer", tau=tau, temperature=0.1)(q, k, v) - hard).abs().max() for tau in (1.0, 1e-2, 1e-4, 1e-12)
+    ]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12
 

@@ -39,14 +39,15 @@ class HardESPFormer(SlicedPlans):
         if self.temperature == 0:
             return q.new_full((batch, heads, dim), 1 / dim)
         group = max(1, GROUP_ELEMENTS // (batch * heads * length * dim))
-        products = []
+        # |x − y|² = |x|² + |y|² − 2 x·y: every permutation has the same squares, and the softmax drops them
+        measure, factor = (_products, -2 / dim) if self.slice_cost == "squared" else (_distances, dim**-0.5)
+        costs = []
         for slices in partners.split(group, 2):
             if torch.is_grad_enabled() and group < dim:
-                products.append(checkpoint(_products, q, k, slices, use_reentrant=False))
+                costs.append(checkpoint(measure, q, k, slices, use_reentrant=False))
             else:
-                products.append(_products(q, k, slices))
-        # |x − y|² = |x|² + |y|² − 2 x·y: every permutation has the same squares, and the softmax drops them
-        return self._weights(torch.cat(products, 2) * (-2 / dim) / count_real(q, mask)[..., 0])
+                costs.append(measure(q, k, slices))
+        return self._weights(torch.cat(costs, 2) * factor, count_real(q, mask))
 
 
 @torch.no_grad()
@@ -68,6 +69,12 @@ def _products(q: Tensor, k: Tensor, partners: Tensor) -> Tensor:
     return (partner.flatten(3) @ q.flatten(2)[..., None]).squeeze(-1)
 
 
+def _distances(q: Tensor, k: Tensor, partners: Tensor) -> Tensor:
+    """`Σ_i |q_i − k_partner(i)|` of every slice, `(B, H, L)`; padding is zero and meets padding."""
+    partner = F.embedding(_flat(partners), k.flatten(0, 2))
+    return torch.linalg.vector_norm(q[:, :, None] - partner, dim=-1).sum(-1)
+
+
 def _mean_of_partners(v: Tensor, partners: Tensor, weights: Tensor) -> Tensor:
     """`Σ_l w_l v[partner_l]`: each token is a bag of D rows of the values, never stored one by one."""
     batch, heads, slices, length = partners.shape
@@ -83,10 +90,10 @@ def _flat(partners: Tensor) -> Tensor:
     return partners + length * torch.arange(batch * heads, device=partners.device).view(batch, heads, 1, 1)
 
 
-def cost(n: int, d: int, *, temperature: float = 0.1, **_: object) -> Cost:
+def cost(n: int, d: int, *, temperature: float | None = None, **_: object) -> Cost:
     """D sorts on both sides, D look-ups of the values, and D of the keys for the costs of the slices."""
     sorts = 2.0 * d * n * max(1, n - 1).bit_length()
-    look_ups = 2.0 * n * d * d + (2.0 * n * d * d if temperature > 0 else 0.0)
+    look_ups = 2.0 * n * d * d + (2.0 * n * d * d if temperature != 0 else 0.0)
     return Cost(flops=sorts + look_ups, bytes=16.0 * n * d + 8.0 * n * d * d)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from ..nn.short_conv import ShortConv
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
@@ -21,9 +22,17 @@ class Mamba2(Attention):
         S_t = exp(A_h Δ_t) S_{t-1} + Δ_t k_t v_tᵀ,     y_t = S_tᵀ q_t + skip_h v_t,     A_h < 0
         out = RMSNorm(y ∘ SiLU(q W_h))
 
-    q, k and v first pass a causal convolution with SiLU (`conv_size`, None for SiLU alone). The publication computes
-    Δ and the gate from the layer's input; here `Δ = softplus(w_h·k + b_h)` and the gate come from the key and the
-    query of each head (`gate=False` leaves the norm alone, `norm=False` both).
+    q, k and v first pass a causal convolution with SiLU (`conv_size`, None for SiLU alone). `gate=False` leaves the
+    norm alone, `norm=False` both.
+
+    Differences from the public block: every head has its own B and C (`ngroups` = heads, where 1 is usual), states are
+    D×D, and Δ and the gate, which are computed there from the layer's input, come from the key and the query of each
+    head here, `Δ = softplus(w_h·k + b_h)`. With `bidirectional=False` the rest is the same, parameter for parameter.
+
+    Args:
+        norm_groups: the norm runs over the H·D channels in this many groups: 1, as is usual, or `num_heads`, as in the
+            public block with as many groups as heads.
+        conv_bias: whether the convolution has a bias, as is usual.
 
     The rule runs along the order of tokens. For encoders `bidirectional` (the default) runs it from both ends with
     the same parameters and takes the mean; False is the causal publication. Padding neither decays nor writes.
@@ -36,13 +45,17 @@ class Mamba2(Attention):
         *,
         bidirectional: bool = True,
         conv_size: int | None = 4,
+        conv_bias: bool = True,
         gate: bool = True,
         norm: bool = True,
+        norm_groups: int = 1,
         chunk_size: int = 128,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        require_count("chunk_size", chunk_size)
+        require_count("norm_groups", norm_groups)
+        if num_heads % norm_groups:
+            raise ValueError(f"norm_groups must divide num_heads={num_heads}, got {norm_groups}.")
         self.bidirectional = bidirectional
         self.chunk_size = chunk_size
         self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
@@ -51,8 +64,13 @@ class Mamba2(Attention):
         self.step_bias = nn.Parameter(start + torch.log(-torch.expm1(-start)))  # softplus gives `start`
         self.skip = nn.Parameter(torch.ones(num_heads))
         channels = num_heads * head_dim
-        self.convs = None if conv_size is None else nn.ModuleList(ShortConv(channels, conv_size) for _ in range(3))
-        self.norm = nn.Parameter(torch.ones(head_dim)) if norm else None
+        self.convs = (
+            None
+            if conv_size is None
+            else nn.ModuleList(ShortConv(channels, conv_size, bias=conv_bias) for _ in range(3))
+        )
+        self.norm_groups = norm_groups
+        self.norm = nn.Parameter(torch.ones(channels)) if norm else None
         self.gate = nn.Parameter(head_dim**-0.5 * torch.randn(num_heads, head_dim, head_dim)) if gate and norm else None
 
     @property
@@ -84,8 +102,14 @@ class Mamba2(Attention):
             if self.gate is not None:
                 out = out * F.silu(queries @ self.gate.to(dtype))
             if self.norm is not None:
-                out = F.rms_norm(out, (self.head_dim,), self.norm.to(dtype), eps=1e-5)
+                out = self._normalize(out, self.norm.to(dtype))
         return zero_padding(out.to(q.dtype), query_mask)
+
+    def _normalize(self, out: Tensor, weight: Tensor) -> Tensor:
+        """Root mean square norm over groups of the channels of all heads, `(B, H, N, D)` in and out."""
+        channels = out.transpose(1, 2).flatten(2).unflatten(2, (self.norm_groups, -1))
+        normed = F.rms_norm(channels, channels.shape[3:], eps=1e-5).flatten(2) * weight
+        return normed.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, step: Tensor) -> Tensor:
         if self.convs is None:

@@ -1,4 +1,4 @@
-"""Reformer's LSH attention: softmax among tokens that fall into the same bucket of a random hash."""
+"""Reformer's LSH attention: softmax among tokens that a random hash sorts next to each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.checks import require_count
 from .base import Attention, Cost, Entry
 from .masking import require_equal_lengths, shared_mask, zero_padding
 
@@ -14,16 +15,22 @@ _NEVER = -1e9
 
 
 class Reformer(Attention):
-    """Shared query–key attention `softmax(q_i · q_j / |q_j| D^-1/2)` within buckets; `k` is not used.
+    """Shared query–key attention `softmax(scale · q_i · q_j / |q_j|)` among tokens of near buckets; `k` is not used.
 
     Each of `num_hashes` rounds sorts the tokens by bucket, `argmax [qR; -qR]` with a random rotation R, cuts the
-    order into chunks, and lets a token attend to those of its own bucket in its chunk and the `chunks_before` and
-    `chunks_after` next to it. Rounds are averaged with their softmax normalisers as weights. A pair that meets in
-    several rounds counts in each, as in the public code.
+    order into chunks, and lets a token attend to its chunk and the `chunks_before` and `chunks_after` next to it.
+    Rounds are averaged with their softmax normalisers as weights. A pair that meets in several rounds counts in each.
+
+    With the defaults this is Hugging Face's `LSHSelfAttention` but for three things: the chunks at the ends of a round
+    see nothing beyond them (there, the first looks back at the last of the round before); half as many buckets by
+    default; and rotations that are drawn once and kept, where public code draws them anew in every call.
 
     Args:
+        scale: factor of the scores; some public code has `D^-1/2`, which leaves softmax nearly uniform.
+        across_buckets: attend to all of the neighbourhood, as public code does. False keeps to the own bucket within
+            it, as the paper's formula does.
         num_buckets: a power of two; by default the smallest with chunk-sized buckets, at most `max_buckets`.
-        seed: of the rotations, which are drawn once and kept in a buffer.
+        seed: of the rotations.
     """
 
     rotations: Tensor
@@ -39,6 +46,8 @@ class Reformer(Attention):
         max_buckets: int = 256,
         chunks_before: int = 1,
         chunks_after: int = 0,
+        scale: float = 1.0,
+        across_buckets: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__(head_dim, num_heads)
@@ -48,11 +57,12 @@ class Reformer(Attention):
             ("chunks_before", chunks_before, 0),
             ("chunks_after", chunks_after, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+            require_count(name, value, least)
         for name, value in (("num_buckets", num_buckets or 1), ("max_buckets", max_buckets)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}.")
+        self.scale = scale
+        self.across_buckets = across_buckets
         self.num_hashes = num_hashes
         self.chunk_size = chunk_size
         self.num_buckets = num_buckets
@@ -84,13 +94,17 @@ class Reformer(Attention):
         bucket, order = self.buckets(q.detach(), mask).sort(dim=-1, stable=True)  # (B, H, rounds, N)
         place = torch.empty_like(order).scatter_(-1, order, torch.arange(length, device=q.device).expand_as(order))
 
-        keys = F.normalize(q, dim=-1) * self.head_dim**-0.5
+        keys = F.normalize(q, dim=-1) * self.scale
         sorted_q, sorted_k, sorted_v = (_take(x, order) for x in (q, keys, v))
         near_bucket, near_order = (self._neighbours(x[..., None], -1).squeeze(-1) for x in (bucket, order))
         scores = self._chunks(sorted_q, 0.0) @ self._neighbours(sorted_k, 0.0).mT
         own_bucket, own_order = (self._chunks(x[..., None], -1) for x in (bucket, order))
         scores = scores.masked_fill(own_order == near_order[..., None, :], _SELF_SCORE)
-        scores = scores.masked_fill(own_bucket != near_bucket[..., None, :], _NEVER)
+        if self.across_buckets:
+            elsewhere = ((near_bucket < 0) | (near_bucket == self._padding_bucket))[..., None, :]
+        else:
+            elsewhere = own_bucket != near_bucket[..., None, :]
+        scores = scores.masked_fill(elsewhere, _NEVER)
 
         normaliser = torch.logsumexp(scores, -1, keepdim=True)
         mixed = (scores - normaliser).exp() @ self._neighbours(sorted_v, 0.0)
@@ -108,7 +122,11 @@ class Reformer(Attention):
         column = side.abs().masked_fill(unused, -1.0).argmax(-1)
         negative = torch.take_along_dim(side, column[..., None], -1).squeeze(-1) < 0
         found = (column + used * negative) * (used > 0)
-        return found if mask is None else found.masked_fill(~mask[:, None, None, :], 2 * self.rotations.shape[-1])
+        return found if mask is None else found.masked_fill(~mask[:, None, None, :], self._padding_bucket)
+
+    @property
+    def _padding_bucket(self) -> int:
+        return 2 * self.rotations.shape[-1]
 
     def _half_buckets(self, lengths: Tensor) -> Tensor:
         """Half the number of buckets for every length: a bucket for each direction of a rotation and its opposite."""
@@ -175,7 +193,7 @@ def cost(
 ENTRY = Entry(
     name="reformer",
     build=Reformer,
-    summary="LSH attention: softmax within buckets of a random hash; shared q and k.",
+    summary="LSH attention: softmax among tokens that a random hash sorts next to each other; shared q and k.",
     citation="Kitaev et al. 2020, Reformer: The Efficient Transformer",
     cost=cost,
     time="n log n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.feature_maps import HeadwiseLinear
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
@@ -12,21 +13,31 @@ from .clean import CleanAttention
 
 
 class T2R(CleanAttention):
-    """Kernel attention with `φ(x) = relu(W x + b)`, one map per head.
+    """Kernel attention `φ(scale · q) φ(k)ᵀ`, normalised, with `φ(x) = relu(W x + b)`, one map per head.
 
     Args:
         features: size of φ, D by default. tied: use one map for queries and keys, as published.
-        eps: added to the normaliser.
+        scale: of the queries before the map, `D^-1/2` by default, as in the authors' code.
+        floor: the normaliser is at least this; the authors' code, which runs in fp16, has 1e-2.
     """
 
     def __init__(
-        self, head_dim: int, num_heads: int, *, features: int | None = None, tied: bool = True, eps: float = 1e-6
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        features: int | None = None,
+        tied: bool = True,
+        scale: float | None = None,
+        floor: float = 1e-6,
     ) -> None:
         super().__init__(head_dim, num_heads)
         features = head_dim if features is None else features
-        if features < 1:
-            raise ValueError(f"features must be at least 1, got {features}.")
-        self.eps = eps
+        require_count("features", features)
+        if not floor > 0:
+            raise ValueError(f"floor must be above 0, got {floor}.")
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.floor = floor
         self.query_map = HeadwiseLinear(num_heads, head_dim, features)
         self.key_map = None if tied else HeadwiseLinear(num_heads, head_dim, features)
 
@@ -40,8 +51,8 @@ class T2R(CleanAttention):
         grid: tuple[int, int] | None,
     ) -> Tensor:
         key_map = self.query_map if self.key_map is None else self.key_map
-        phi_q, phi_k = F.relu(self.query_map(q)), F.relu(key_map(k))
-        return linear_attention(phi_q, phi_k, v, key_mask=key_mask, eps=self.eps)
+        phi_q, phi_k = F.relu(self.query_map(self.scale * q)), F.relu(key_map(k))
+        return linear_attention(phi_q, phi_k, v, key_mask=key_mask, floor=self.floor)
 
 
 def cost(n: int, d: int, *, features: int | None = None, **_: object) -> Cost:

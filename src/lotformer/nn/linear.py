@@ -13,9 +13,10 @@ def linear_attention(
     *,
     key_mask: Tensor | None = None,
     eps: float | Tensor = 0.0,
+    floor: float = 0.0,
     normalize: bool = True,
 ) -> Tensor:
-    """`phi_q (phi_kᵀ v) / (phi_q · Σ_j phi_k_j + eps)`, or without the denominator.
+    """`phi_q (phi_kᵀ v) / max(phi_q · Σ_j phi_k_j + eps, floor)`, or without the denominator.
 
     Args:
         phi_q: features of the queries `(B, H, N, F)`. phi_k: features of the keys `(B, H, M, F)`.
@@ -29,4 +30,6 @@ def linear_attention(
     if not normalize:
         return out
     normalizer = phi_q @ phi_k.sum(-2)[..., None] + eps
+    if floor > 0:
+        return out / normalizer.clamp_min(floor)
     return out / torch.where(normalizer == 0, 1.0, normalizer)
