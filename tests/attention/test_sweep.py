@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, object]] = {
     "linformer": {"max_length": 64},
     "nystromformer": {"landmarks": 5},
     "skyformer": {"features": 8},
+    "lowrank-ot": {"outer_steps": 4, "inner_steps": 4},
 }
 
 # mechanisms for which a padded sequence is not the truncated one, with the reason; they still ignore the contents
@@ -37,7 +38,7 @@ CONVERGED: dict[str, dict[str, object]] = {
 
 def build(name: str, heads: int = 3, **options: object) -> Attention:
     torch.manual_seed(0)
-    module = attention.build(name, head_dim=D, num_heads=heads, **SMALL.get(name, {}), **options)
+    module = attention.build(name, head_dim=D, num_heads=heads, **{**SMALL.get(name, {}), **options})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # away from starts at zero or at the identity, where parts of a formula are silent
         for parameter in module.parameters():
