@@ -8,8 +8,17 @@ Eliminating the token potentials leaves a convex problem in the pivot potentials
 `H` is the Laplacian of a graph on the pivots with weights `Pᵀ Diag(a) P`, and is built that way: the diagonal
 is a sum of positive terms, so nothing cancels at small ε. Newton's method from a cold start would meet columns
 of `P` that have underflowed, so the scores are switched on gradually: solve for `β·s` while β grows to 1, with
-the tangent of the path as predictor and a Newton step as corrector. The length of a step comes from
-`|D³φ[v,v,u]| ≤ range(u)·D²φ[v,v]`; no line search is needed.
+the tangent of the path as predictor and Newton steps as corrector. The length of a step comes from
+`|D³φ[v,v,u]| ≤ range(u)·D²φ[v,v]`; no line search is needed. A jump along the path starts from near it, and is
+taken back and shortened if it ends far from it.
+
+At small ε the graph may fall apart: whole groups of pivots share no token that either could have, and `H` is
+singular to rounding. The tangent is therefore written as `dg/dβ = (g + x) / β`, where `H x = −∂b` along
+`(β s + g) → ρ (β s + g)`: in directions of which `H` knows nothing `x` is zero, the potential grows with the scores,
+and every token stays where it is.
+
+Potentials grow like the scores, and in fp32 a potential of 1e4 has three digits behind the point: so the solve and
+the plans are in fp64, whatever the inputs, on every device that has it.
 
 The gradient is implicit: at the solution `dg = −H⁺ d(b − m)`, so one more Newton step, taken through
 differentiable `b` and `m` with `H` held constant, has the right value and the right derivative.
@@ -25,14 +34,24 @@ from torch import Tensor
 FIXED_PASSES = 24
 """Passes over the scores when the cost must not depend on the data (compiled code, vmap, `tol=None`)."""
 
-MAX_PASSES = 80
-"""Bound on the passes of the adaptive solve; typical problems need 5 (ε = 1) to 20 (ε = 0.01)."""
+MAX_PASSES = 120
+"""Bound on the passes of the adaptive solve; typical problems need 5 (ε = 1) to 20 (ε = 0.01), hard ones up to 45."""
 
 _START_RANGE = 4.0  # β starts where the scores of a token span about this much: nothing underflows there
-_PACE = 1.8  # growth of β per pass
-_SETTLED = 0.25  # log residual below which β may grow again
-_LARGE_STEP = 10.0  # range of a corrector above which β waits and steps are not bold
+_PACE = 1.8  # growth of β per jump
+_SETTLED = 0.25  # log residual below which β may grow again,
+_SETTLED_REACH = 2.0  # if the corrector ranges over less than this,
+_QUIET = {torch.float32: 2e-7, torch.float64: 1e-13}  # or where rounding decides: per unit of the potential
+_TOO_FAR = 1.0  # log residual at which a jump is taken back
+_LARGE_STEP = 10.0  # range of a corrector above which steps are not bold
 _BOLDNESS = 0.25  # 1 is the proven step length; smaller is longer, and safe near a solution
+_RIDGE = {torch.float32: 3e-6, torch.float64: 1e-13}
+_GRADIENT_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-13}
+
+
+def precision(s: Tensor) -> torch.dtype:
+    """What the solver computes in: fp64, or fp32 on a device that has nothing better."""
+    return torch.float32 if s.device.type == "mps" else torch.float64
 
 
 def potential(s: Tensor, a: Tensor, log_m: Tensor, *, tol: float | None) -> Tensor:
@@ -41,7 +60,11 @@ def potential(s: Tensor, a: Tensor, log_m: Tensor, *, tol: float | None) -> Tens
     Args:
         s: scores divided by ε `(..., N, R)`. a: token masses `(..., N)`, sum 1. log_m: `(..., 1, R)`.
         tol: bound on the relative error of the glued column sums; None for a fixed cost.
+
+    Returns:
+        The potentials in `precision(s)`: plans have to be made of them in that precision too.
     """
+    s, a, log_m = (x.to(precision(s)) for x in (s, a, log_m))
     a, log_m = a.expand(s.shape[:-1]), log_m.expand(*s.shape[:-2], 1, s.shape[-1])[..., 0, :]
     # the two plans share the error of the glued coupling: each gets less than half
     tol = None if tol is None or torch.compiler.is_compiling() else tol / 3
@@ -53,7 +76,7 @@ def _with_implicit_gradient(g: Tensor, s: Tensor, a: Tensor, log_m: Tensor) -> T
     plan = torch.softmax(s + g[..., None, :], -1)
     b = (a[..., None] * plan).sum(-2)
     with torch.no_grad():
-        factor, weight = _factorise(_laplacian(plan, a), b, 1e-12 if s.dtype == torch.float64 else 1e-6)
+        factor, weight = _factorise(_laplacian(plan, a), b, _GRADIENT_RIDGE[s.dtype])
     step = _apply_inverse(factor, weight, (b - log_m.exp())[..., None])[..., 0]
     transformed = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
     if step.requires_grad and not transformed:
@@ -89,21 +112,34 @@ def _solve(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
     beta = (_START_RANGE / spread.clamp_min(1e-6)).clamp_max(1.0)
     g = log_m - beta[..., None] * (a[..., None] * s).sum(-2)  # exact to first order at β = 0
     best, best_error = g, torch.full_like(beta, torch.inf)
-    passes = FIXED_PASSES if tol is None else MAX_PASSES
-    floor = 1e-13 if s.dtype == torch.float64 else 2e-7
-    for _ in range(passes):
+    failures = torch.zeros_like(beta)  # to improve on the best
+    # the last point near the path, from where jumps start
+    base, base_beta, base_tangent = g, beta, torch.zeros_like(g)
+    pace, jumped = torch.full_like(beta, _PACE), torch.zeros_like(beta, dtype=torch.bool)
+    for _ in range(FIXED_PASSES if tol is None else MAX_PASSES):
         look = _look(s, a, log_m, m, g, beta)
-        improved = (beta >= 1) & (look.error < best_error)
-        stalled = (beta >= 1) & ~improved & (best_error < 1e-4)  # rounding decides from here on
+        quiet = _QUIET[s.dtype] * g.abs().amax(-1).clamp_min(5.0)
+        arrived = beta >= 1
+        improved = arrived & (look.error < best_error)
         best = torch.where(improved[..., None], g, best)
         best_error = torch.where(improved, look.error, best_error)
-        if tol is not None and bool(((best_error < max(tol, floor)) | stalled).all()):
+        failures = torch.where(improved, 0.0, failures + arrived)
+        stalled = (best_error < 1e-4) & (failures >= torch.where(best_error < quiet, 1.0, 4.0))
+        if tol is not None and bool(((best_error < tol) | stalled).all()):
             break
-        settled = (look.error < _SETTLED) & (look.reach < _LARGE_STEP)
-        next_beta = torch.where(settled, (_PACE * beta).clamp_max(1.0), beta)
-        g = g + look.length[..., None] * look.corrector + (next_beta - beta)[..., None] * look.tangent
+        missed = jumped & ~(look.error < _TOO_FAR)
+        settled = ~missed & (((look.error < _SETTLED) & (look.reach < _SETTLED_REACH)) | (look.error < quiet))
+        pace = torch.where(missed, pace.sqrt(), pace)
+        corrected = g + look.length[..., None] * look.corrector
+        base = torch.where(settled[..., None], corrected, base)
+        base_tangent = torch.where(settled[..., None], look.tangent, base_tangent)
+        base_beta = torch.where(settled, beta, base_beta)
+        jumped = missed | (settled & ~arrived)
+        next_beta = torch.where(jumped, (pace * base_beta).clamp_max(1.0), beta)
+        landing = base + (next_beta - base_beta)[..., None] * base_tangent
+        g = torch.where(jumped[..., None], landing, corrected)
         beta = next_beta
-    return torch.where(best_error.isfinite()[..., None], best, g).contiguous()
+    return torch.where(best_error.isfinite()[..., None], best, g / beta[..., None]).contiguous()
 
 
 @_solve.register_fake
@@ -125,25 +161,30 @@ def _(
 
 
 def _look(s: Tensor, a: Tensor, log_m: Tensor, m: Tensor, g: Tensor, beta: Tensor) -> _Look:
-    plan = torch.softmax(beta[..., None, None] * s + g[..., None, :], -1)
+    exponents = beta[..., None, None] * s + g[..., None, :]
+    exponents = exponents - exponents.amax(-1, keepdim=True)
+    plan = torch.softmax(exponents, -1)
     weighted = a[..., None] * plan
     b = weighted.sum(-2)
-    drift = (weighted * (s - (plan * s).sum(-1, keepdim=True))).sum(-2)  # ∂b/∂β
+    drift = (weighted * (exponents - (plan * exponents).sum(-1, keepdim=True))).sum(-2)  # β ∂b/∂β as g grows with β
     log_ratio = b.clamp_min(torch.finfo(b.dtype).tiny).log() - log_m
     laplacian = _laplacian(plan, a)
-    factor, weight = _factorise(laplacian, b, 1e-10 if s.dtype == torch.float64 else 3e-6)
+    factor, weight = _factorise(laplacian, b, _RIDGE[s.dtype])
     sides = torch.stack([b - m, b * log_ratio, drift], -1)
-    plain, logarithmic, tangent = (-_apply_inverse(factor, weight, sides)).unbind(-1)
-    # Newton on log b = log m converges faster from afar, where it is a descent direction of φ
-    descends = ((logarithmic * (b - m)).sum(-1) < 0)[..., None]
-    corrector = torch.where(descends, logarithmic, plain)
+    plain, logarithmic, along = (-_apply_inverse(factor, weight, sides)).unbind(-1)
+    tangent = (g + along) / beta[..., None]
+    error = log_ratio.abs().amax(-1)
+    # Newton on log b = log m converges faster from afar, where it is a descent direction of φ. From near its terms
+    # of second order would be taken for currents between pivots that hardly share a token.
+    descends = (logarithmic * (b - m)).sum(-1) < 0
+    corrector = torch.where((descends & (error > _SETTLED))[..., None], logarithmic, plain)
     reach = _range(corrector)
     gain = -((b - m) * corrector).sum(-1)
     curvature = ((laplacian @ corrector[..., None])[..., 0] * corrector).sum(-1)
     ratio = (gain / curvature.clamp_min(1e-30)).clamp(1.0, 1e6)
     scaled = (torch.where(reach < _LARGE_STEP, _BOLDNESS, 1.0) * reach).clamp_min(1e-6)
     length = torch.where(reach < 1, 1.0, (torch.log1p(ratio * scaled) / scaled).clamp_max(1.0))
-    return _Look(log_ratio.abs().amax(-1), corrector, length, reach, tangent)
+    return _Look(error, corrector, length, reach, tangent)
 
 
 def _range(x: Tensor) -> Tensor:
@@ -161,7 +202,7 @@ def _factorise(laplacian: Tensor, b: Tensor, ridge: float) -> tuple[Tensor, Tens
 
     `b bᵀ` fills the constant direction in which `H` is singular; the scaling puts the spectrum in [ridge, 1 + ridge].
     """
-    weight = b.clamp_min(1e-30).rsqrt()
+    weight = b.clamp_min(torch.finfo(b.dtype).tiny).rsqrt()
     full = laplacian + b[..., :, None] * b[..., None, :]
     scaled = full * (weight[..., :, None] * weight[..., None, :])
     identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)

@@ -45,7 +45,7 @@ def run(transport: Transport, solve: Solve, report: bool) -> Result:
     if not report:
         return Result(out)
     with torch.no_grad():
-        residual = torch.maximum(_column_error(queries, query_g), _column_error(keys, key_g))
+        residual = torch.maximum(_column_error(queries, query_g), _column_error(keys, key_g)).to(solve_dtype(t.q))
     return Result(out, Report(query_g[..., 0, :].detach(), key_g[..., 0, :].detach(), residual))
 
 
@@ -61,7 +61,8 @@ def plans(transport: Transport, solve: Solve, report: Report | None = None) -> t
             query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
         else:
             query_g, key_g = report.query_potential[..., None, :], report.key_potential[..., None, :]
-        return _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
+        query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
+    return query_plan.to(solve_dtype(t.q)), key_plan.to(solve_dtype(t.q))
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def residual(transport: Transport, solve: Solve, query_potential: Tensor, key_po
     with torch.autocast(transport.q.device.type, enabled=False):
         queries = _column_error(_query_side(transport, solve), query_potential[..., None, :])
         keys = _column_error(_key_side(transport, solve), key_potential[..., None, :])
-    return torch.maximum(queries, keys)
+    return torch.maximum(queries, keys).to(solve_dtype(transport.q))
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
@@ -140,22 +141,26 @@ def _key_side(t: Transport, s: Solve) -> _Side:
 
 
 def _side(t: Transport, s: Solve, x: Tensor, mask: Tensor | None, a: Tensor) -> _Side:
-    dtype = solve_dtype(x)
+    dtype = newton.precision(x) if s.solver == "newton" else solve_dtype(x)
     temperature = s.temperature(x.shape[-1])
     if isinstance(temperature, Tensor):
         temperature = temperature.to(dtype).expand(t.pivots.shape[-3])[:, None, None]
     scores = zero_padding(x, mask).to(dtype) @ (t.pivots.to(dtype) * temperature).mT
-    return _Side(scores, *log_token_masses(a), log_pivot_masses(t, s))
+    log_a, exists = log_token_masses(_normalised(a.to(dtype)))
+    return _Side(scores, log_a, exists, log_pivot_masses(t, s, dtype))
 
 
 def solve_dtype(x: Tensor) -> torch.dtype:
-    """Scores, potentials and sums are fp32, or fp64 for fp64 inputs, whatever the inputs or autocast say."""
+    """Scores, potentials and sums are fp32, or fp64 for fp64 inputs, whatever the inputs or autocast say.
+
+    The exact solver has `newton.precision`.
+    """
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def log_pivot_masses(t: Transport, s: Solve) -> Tensor:
+def log_pivot_masses(t: Transport, s: Solve, dtype: torch.dtype | None = None) -> Tensor:
     """Log masses of the pivots `(H, 1, R)`, normalised, so that rounding in the input cannot unbalance a plan."""
-    return t.log_masses.clamp_min(LEAST_LOG_MASS[s.solver]).to(solve_dtype(t.q)).log_softmax(-1)[:, None, :]
+    return t.log_masses.clamp_min(LEAST_LOG_MASS[s.solver]).to(dtype or solve_dtype(t.q)).log_softmax(-1)[:, None, :]
 
 
 def query_masses(t: Transport) -> Tensor:
@@ -177,6 +182,10 @@ def _token_masses(masses: Tensor | None, mask: Tensor | None, x: Tensor) -> Tens
         a = masses.to(dtype) if masses.dim() == 3 else masses.to(dtype)[:, None]
     if mask is not None:
         a = a.masked_fill(~mask[:, None, :], 0.0)
+    return _normalised(a)
+
+
+def _normalised(a: Tensor) -> Tensor:
     total = a.sum(-1, keepdim=True)
     return a / torch.where(total > 0, total, 1.0)
 

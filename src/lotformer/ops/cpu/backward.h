@@ -91,11 +91,11 @@ static void clear_gradients(const Call& c, int64_t b, int64_t h, Tokens queries,
 }
 
 // `given` are the rows the plan meets: dout on the query side, v on the key side, whose gradient goes to dv.
-static void reverse_sinkhorn(Reverse& r, int side, const float* state, const float* form, const Rows& given,
+static void reverse_sinkhorn(Reverse& r, int side, const float* state, const float* notes, const Rows& given,
                              const Rows& dv, Mixed& y, double* log_mass) {
   const Head& head = *r.head;
   const int rank = head.pivots.rank, rounds = head.call->iters;
-  const bool logarithmic = form[side] != 0;
+  const bool logarithmic = notes[side] != 0;
   const float* start = logarithmic ? zero_potential(head) : ones(head);
   auto saved = [&](int sweep) {  // the potential after this many column half-steps
     return sweep == 0 ? start : potential_or_scaling(head, state + int64_t(sweep - 1) * rank, logarithmic);
@@ -109,7 +109,7 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
     if (logarithmic)
       reverse_query_plan_log(r, given, saved(rounds), y, dg);
     else
-      reverse_query_plan(r, given, starting_potential(head), saved(rounds), y, dg, nullptr);
+      reverse_query_plan(r, given, {starting_potential(head)}, saved(rounds), y, dg, nullptr);
     for (int sweep = rounds; sweep >= 1; sweep--) {
       credit();
       if (logarithmic)
@@ -128,7 +128,8 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
   if (logarithmic)
     reverse_key_plan_log(r, given, dv, saved(rounds), closing, y, dg);
   else
-    reverse_key_plan(r, given, dv, starting_potential(head), saved(rounds), closing, y, &form[2], dg, nullptr);
+    reverse_key_plan(r, given, dv, {starting_potential(head)}, saved(rounds), closing, y, &notes[kKeyOrigin], dg,
+                     nullptr);
   for (int sweep = rounds - 1; sweep >= 1; sweep--) {
     credit();
     if (logarithmic)
@@ -144,19 +145,23 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
 }
 
 // Implicit differentiation: dg = −H⁺ d(b − m) at the solution, one solve.
-static void reverse_newton(Reverse& r, int side, const float* state, const Rows& given, const Rows& dv, Mixed& y,
-                           double* log_mass) {
+static void reverse_newton(Reverse& r, int side, const float* state, bool exact, const Rows& given,
+                           const Rows& dv, Mixed& y, double* log_mass) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
   const int64_t square = int64_t(p.padded) * p.padded;
   const HessianSink sink{&head, head.arena.zeros<float>(head.workers * square)};
-  const float *g = potential_or_scaling(head, state, true), *one = ones(head);
+  const float* one = ones(head);
+  const Potential g{potential_or_scaling(head, state, true),
+                    exact ? potential_or_scaling(head, state + p.rank, false) : nullptr};
   double* dg = head.arena.zeros<double>(p.padded);
-  if (side == kQuery)
+  if (side == kQuery) {
     reverse_query_plan(r, given, g, one, y, dg, &sink);
-  else
-    reverse_key_plan(r, given, dv, g, one, potential_or_scaling(head, state + p.rank, false), y, nullptr, dg, &sink);
+  } else {
+    const float* omega = potential_or_scaling(head, state + 2 * p.rank, false);
+    reverse_key_plan(r, given, dv, g, one, omega, y, nullptr, dg, &sink);
+  }
   const System system = open_system(head);
   factorise(system, sink.matrices, head.workers, head.worker[0].columns2, kBackwardRidge);
   apply_inverse(system, 1, {dg});
@@ -186,41 +191,38 @@ static void reverse_newton(Reverse& r, int side, const float* state, const Rows&
 
 static void backward_sample(Head& head, Totals totals) {
   const Call& c = *head.call;
-  const size_t mark = c.host.mark();
+  const Scope scope(c.host);
   enter_sample(head);
   if (c.own_pivots) memset(totals.pivots, 0, sizeof(float) * size_t(c.rank) * size_t(c.dim));
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   if (queries.count == 0 || keys.count == 0) {
     clear_gradients(c, b, h, queries, keys);
-    c.host.release(mark);
     return;
   }
   const int64_t which = b * c.heads + h, size = state_size(c.solver, c.iters, c.rank);
   const float* state = c.state + which * size;
-  const float* form = state + size - 4;
-  const float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 1) * c.rank;
+  const float* notes = state + size - kNotes;
+  const float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 2) * c.rank;
   const Rows dout = at_head(c.grad_out, c.bf16, b, h);
   const Rows values = at_head(c.values, c.bf16, b, h), dv = at_head(c.grad_values, c.bf16, b, h);
   Mixed y = read_mixed(head, c.mixed + which * c.rank * c.value_dim);
   const int width = c.solver == kSinkhorn ? 2 * c.iters + 1 : 4;
   for (int side = 0; side < 2; side++) {
-    const size_t side_mark = c.host.mark();
+    const Scope side_scope(c.host);
     const Tokens& t = side == kQuery ? queries : keys;
-    const bool logarithmic = c.solver == kSinkhorn && form[side] != 0;
+    const bool logarithmic = c.solver == kSinkhorn && notes[side] != 0;
     const Rows dx = at_head(c.grad_tokens[side], c.bf16, b, h), given = side == kQuery ? dout : values;
     Reverse r = open_reverse(head, t, side, width, logarithmic, dx);
     if (c.solver == kSinkhorn)
-      reverse_sinkhorn(r, side, side == kQuery ? state : key_state, form, given, dv, y, totals.log_masses);
+      reverse_sinkhorn(r, side, side == kQuery ? state : key_state, notes, given, dv, y, totals.log_masses);
     else
-      reverse_newton(r, side, side == kQuery ? state : key_state, given, dv, y, totals.log_masses);
+      reverse_newton(r, side, side == kQuery ? state : key_state, notes[side] != 0, given, dv, y, totals.log_masses);
     write_token_gradient(r, dx, totals);
     clear_padding(t, dx, c.length[side], c.dim);
     if (c.grad_masses[side]) write_mass_gradient(r, side);
-    c.host.release(side_mark);
   }
   clear_padding(keys, dv, c.length[kKey], c.value_dim);
-  c.host.release(mark);
 }
 
 // What every group of samples adds to the gradients of the parameters: summed in a fixed order afterwards. Pivots that
@@ -241,7 +243,7 @@ struct PartialTotals {
 
 static void backward(const Call& c) {
   constexpr int64_t kGroups = 16;
-  const size_t mark = c.host.mark();
+  const Scope scope(c.host);
   const Arena arena{&c.host};
   const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
   const int64_t size = int64_t(c.rank) * c.dim;
@@ -268,7 +270,6 @@ static void backward(const Call& c) {
       c.grad_log_masses[h * c.rank + j] = felt ? float(sum.log_masses[j] - mass[j] * all) : 0.f;
     }
   }
-  c.host.release(mark);
 }
 
 }  // namespace

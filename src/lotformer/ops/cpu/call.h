@@ -64,12 +64,14 @@ struct Call {
 
 // What is kept per head for backward, and for whoever asks how the solve went. First vectors of `rank` numbers:
 //   Sinkhorn  after each sweep of the queries; after each half-step to the pivots of the keys (iters + 1: the last closes)
-//   Newton    potential of the queries; potential of the keys; 1 / column sums of the keys' plan at it
-// then notes. A Sinkhorn vector is exp(g), up to a factor, or g if the note of its side says so.
-enum Note { kQueryIsLog = 0, kKeyIsLog = 1, kKeyOrigin = 2, kResidual = 3, kNotes = 4 };
+//   Newton    potential of the queries, and what fp32 rounded off it; the same of the keys; 1 / column sums of the keys'
+//             plan at it
+// then notes. The form of a side: Sinkhorn's vectors are g instead of exp(g), up to a factor; Newton's exponents s + g
+// are not rounded. The residual is `reference.residual`, what the kernel has really reached.
+enum Note { kQueryForm = 0, kKeyForm = 1, kKeyOrigin = 2, kResidual = 3, kNotes = 4 };
 
 inline int64_t state_size(Solver solver, int iters, int rank) {
-  const int64_t vectors = solver == kSinkhorn ? 2 * int64_t(iters) + 1 : 3;
+  const int64_t vectors = solver == kSinkhorn ? 2 * int64_t(iters) + 1 : 5;
   return vectors * rank + kNotes;
 }
 

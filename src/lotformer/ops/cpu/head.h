@@ -31,6 +31,16 @@ struct Arena {
   }
 };
 
+// Gives scratch back when it goes out of scope, whichever way: an allocation that fails throws.
+struct Scope {
+  const Host& host;
+  const size_t mark;
+
+  explicit Scope(const Host& h) : host(h), mark(h.mark()) {}
+  Scope(const Scope&) = delete;
+  ~Scope() { host.release(mark); }
+};
+
 // The tokens of one head on one side that have mass (queries of zero mass keep their row), in order.
 struct Tokens {
   Rows rows;             // positioned at this head
@@ -311,14 +321,30 @@ LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_
               scores.ld, nullptr, kInput);
 }
 
+// Potentials of the pivots (padded): `high`, or where that is too coarse the sum of `high` and `low`. Both may be
+// missing, which means zero.
+struct Potential {
+  const float* high;
+  const float* low = nullptr;
+};
+
+enum class Exponent { kPlain, kShifted, kExact };  // s;  β s + g.high;  s + g.high + g.low without a rounding
+
 // e = exp(β s + g − shift) with the row's maximum as shift, and the row sums; rows up to a whole vector are zeroed.
-// PLAIN: β = 1 and g = 0.
-template <int NV, bool PLAIN>
-static void exp_panel(const View& s, int count, float beta, const float* g, int any, const Block& e, float* shift,
+template <int NV, Exponent KIND>
+static void exp_panel(const View& s, int count, float beta, const Potential& g, int any, const Block& e, float* shift,
                       float* sum) {
+  constexpr bool PLAIN = KIND == Exponent::kPlain;
   const int vectors = NV ? NV : any;
   auto exponent = [&](const float* row, int v) {
-    return PLAIN ? load(row + v * W) : load(row + v * W) * beta + load(g + v * W);
+    if (PLAIN) return load(row + v * W);
+    if (KIND == Exponent::kExact) return load(row + v * W) + load(g.high + v * W);
+    return load(row + v * W) * beta + load(g.high + v * W);
+  };
+  // What `exponent` has rounded away: scores of thousands leave few digits behind the point.
+  auto remainder = [&](const float* row, int v, V sum) {
+    const V a = load(row + v * W), b = load(g.high + v * W), taken = sum - a;
+    return (a - (sum - taken)) + (b - taken) + load(g.low + v * W);
   };
   for (int i = 0; i < count; i += W) {
     V part[W];
@@ -338,7 +364,12 @@ static void exp_panel(const View& s, int count, float beta, const float* g, int 
       V total = V{};
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) {
-        const V x = vexp<!PLAIN>(exponent(row, v) - top);
+        V t = exponent(row, v);
+        if (KIND == Exponent::kExact)
+          t = (t - top) + remainder(row, v, t);
+        else
+          t = t - top;
+        const V x = vexp<!PLAIN>(t);
         store(to + v * W, x);
         total += x;
       }
@@ -352,17 +383,19 @@ static void exp_panel(const View& s, int count, float beta, const float* g, int 
   }
 }
 
-// Without g, β must be one.
-static void exp_block(const View& s, int count, float beta, const float* g, int vectors, const Block& e, float* shift,
-                      float* sum) {
-  if (vectors == 4 && !g)
-    exp_panel<4, true>(s, count, beta, g, vectors, e, shift, sum);
+// β must be one without g, and with g.low.
+static void exp_block(const View& s, int count, float beta, const Potential& g, int vectors, const Block& e,
+                      float* shift, float* sum) {
+  if (g.low)
+    exp_panel<0, Exponent::kExact>(s, count, beta, g, vectors, e, shift, sum);
+  else if (vectors == 4 && !g.high)
+    exp_panel<4, Exponent::kPlain>(s, count, beta, g, vectors, e, shift, sum);
   else if (vectors == 4)
-    exp_panel<4, false>(s, count, beta, g, vectors, e, shift, sum);
-  else if (!g)
-    exp_panel<0, true>(s, count, beta, g, vectors, e, shift, sum);
+    exp_panel<4, Exponent::kShifted>(s, count, beta, g, vectors, e, shift, sum);
+  else if (!g.high)
+    exp_panel<0, Exponent::kPlain>(s, count, beta, g, vectors, e, shift, sum);
   else
-    exp_panel<0, false>(s, count, beta, g, vectors, e, shift, sum);
+    exp_panel<0, Exponent::kShifted>(s, count, beta, g, vectors, e, shift, sum);
 }
 
 // dots[i] = Σ_j e[i, j] b[j]

@@ -9,12 +9,18 @@
 
 namespace {
 
-constexpr int kMaxPasses = 80;
-constexpr double kStartRange = 4, kPace = 1.8, kSettled = 0.25, kLargeStep = 10, kBoldness = 0.25;
+constexpr int kMaxPasses = 120;
+constexpr double kStartRange = 4, kPace = 1.8, kLargeStep = 10, kBoldness = 0.25;
+constexpr double kSettled = 0.25, kSettledReach = 2;  // near enough to the path for a jump along it …
+constexpr double kQuiet = 1e-6, kNoise = 2e-7;        // … or rounding decides, that of potentials too
+constexpr double kTooFar = 1;                         // a jump that ends farther from the path is taken back
 constexpr double kFloor = 2e-7;            // fp32 sums cannot show a smaller residual
 constexpr double kSampleTolerance = 0.05;  // a sample is not worth more
 constexpr int kSampleGrowth = 8;
 constexpr double kRidge = 1e-8, kBackwardRidge = 1e-10;
+constexpr double kCoarse = 32;             // exponents beyond are not rounded: see Exponent::kExact
+constexpr double kStarved = 1e-30;         // a column this light has lost entries to underflow
+constexpr int kRescues = 4;
 
 // Adds Σ_i a_i P_ij P_ik to the matrix of a worker and Σ_i a_i P_ij to its second columns; P = u e.
 struct HessianSink {
@@ -53,8 +59,9 @@ struct Newton {
   const Head* head;
   System system;
   HessianSink sink;
-  float* potential;  // (padded)
-  // what one pass tells, (rank) each; `plain` only at β = 1, where the last step is taken with it
+  float *high, *low;  // (padded) the potential that is looked at
+  bool exact;         // whether `low` counts, at β = 1
+  // what one pass tells, (rank) each
   double *plain, *corrector, *tangent;
   double error, length, reach;
   bool newton;  // whether the steps are Newton's and not the fallback
@@ -66,25 +73,38 @@ static Newton open_newton(const Head& head) {
   n.head = &head;
   n.system = open_system(head);
   n.sink = {&head, head.arena.take<float>(head.workers * padded * padded)};
-  n.potential = head.arena.take<float>(padded);
+  n.high = head.arena.take<float>(padded);
+  n.low = head.arena.take<float>(padded);
+  n.exact = false;
   n.plain = head.arena.take<double>(rank);
   n.corrector = head.arena.take<double>(rank);
   n.tangent = head.arena.take<double>(rank);
   return n;
 }
 
-static void to_potential(const Measure& p, const double* g, float* to) {
+static void to_potential(const Measure& p, const double* g, float* high, float* low) {
   double mean = 0;
   for (int j = 0; j < p.rank; j++) mean += g[j] / p.rank;
-  for (int j = 0; j < p.padded; j++) to[j] = j < p.rank ? float(g[j] - mean) : kNothing;
+  for (int j = 0; j < p.padded; j++) {
+    high[j] = j < p.rank ? float(g[j] - mean) : kNothing;
+    low[j] = j < p.rank ? float(g[j] - mean - high[j]) : 0.f;
+  }
 }
 
-// to = e ∘ (s − mean_i)
-static void weigh_deviation(const View& e, const View& s, const float* mean, int count, int vectors, const Block& to) {
-  for (int i = 0; i < count; i++)
+// to = e ∘ (t − mean_i), t = β s + g − shift the exponents of e and mean_i their mean under P_i = u_i e_i.
+static void weigh_deviation(const View& e, const View& s, float beta, const float* g, const float* shift,
+                            const float* u, int count, int vectors, const Block& to) {
+  for (int i = 0; i < count; i++) {
+    const float* row = s.data + i * s.ld;
+    auto exponent = [&](int v) {  // what is smaller weighs nothing, and columns beyond the rank are
+      return vmax(load(row + v * W) * beta + load(g + v * W) - shift[i], splat(-100.f));
+    };
+    V total = V{};
+    for (int v = 0; v < vectors; v++) total += load(e.data + i * e.ld + v * W) * exponent(v);
+    const V mean = reduce_spread<Add>(total) * u[i];
     for (int v = 0; v < vectors; v++)
-      store(to.data + i * to.ld + v * W,
-            load(e.data + i * e.ld + v * W) * (load(s.data + i * s.ld + v * W) - mean[i]));
+      store(to.data + i * to.ld + v * W, load(e.data + i * e.ld + v * W) * (exponent(v) - mean));
+  }
 }
 
 // dots[i] = x_i · y_i, or x_i · (y_i − center)
@@ -103,30 +123,52 @@ static void dot_blocks(const View& x, const View& y, int count, int vectors, flo
   }
 }
 
-// One pass over the cloud at potential g and scores β s.
-static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
+static double largest_magnitude(const float* x, int count) {
+  float largest = 0;
+  for (int i = 0; i < count; i++) largest = most(largest, fabsf(x[i]));
+  return largest;
+}
+
+// One pass over the cloud at potential g and scores β s: fills b, its derivative along the path, and the edges.
+static void gather(Newton& n, const Cloud& cloud, double beta) {
   const Head& head = *n.head;
   const Measure& p = head.pivots;
-  const int64_t square = int64_t(p.padded) * p.padded;
-  to_potential(p, g, n.potential);
-  start_columns(head);
-  memset(n.sink.matrices, 0, sizeof(float) * size_t(head.workers * square));
   const bool moving = beta < 1;
+  start_columns(head);
+  memset(n.sink.matrices, 0, sizeof(float) * size_t(head.workers) * size_t(p.padded) * size_t(p.padded));
+  const Potential potential{n.high, n.exact && !moving ? n.low : nullptr};
   head.each_range(cloud.count, [&](Worker& k, int64_t first, int64_t last) {
+    k.top = 0;
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = cloud.scores.at(i);
-      exp_block(s, count, float(beta), n.potential, p.vectors, k.plan, k.shift, k.sum);
+      exp_block(s, count, float(beta), potential, p.vectors, k.plan, k.shift, k.sum);
       divide_masses(cloud.mass + i, k.sum, count, k.extra, k.weight);
       n.sink.add(k, k.plan, k.extra, cloud.mass + i, count);
-      if (!moving) continue;
-      dot_blocks(k.plan, s, count, p.vectors, k.sum);
-      for (int l = 0; l < count; l++) k.sum[l] *= k.extra[l];
-      weigh_deviation(k.plan, s, k.sum, count, p.vectors, k.other);
-      weigh_columns(k.other, count, k.weight, p.vectors, k.column, k.columns);
+      if (moving) {
+        weigh_deviation(k.plan, s, float(beta), n.high, k.shift, k.extra, count, p.vectors, k.other);
+        weigh_columns(k.other, count, k.weight, p.vectors, k.column, k.columns);
+      } else {
+        k.top = most(k.top, largest_magnitude(k.shift, count));
+      }
     }
   });
   collect_columns(head);
+}
+
+// What a pass over the cloud tells about the steps from potential g and scores β s.
+static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
+  const Head& head = *n.head;
+  const Measure& p = head.pivots;
+  const bool moving = beta < 1;
+  to_potential(p, g, n.high, n.low);
+  gather(n, cloud, beta);
+  if (!moving && !n.exact) {
+    double largest = largest_magnitude(n.high, p.rank);
+    for (int w = 0; w < head.workers; w++) largest = most(largest, head.worker[w].top);
+    n.exact = largest > kCoarse;
+    if (n.exact) gather(n, cloud, beta);
+  }
   const double *b = head.worker[0].columns2, *drift = head.worker[0].columns;
   n.newton = factorise(n.system, n.sink.matrices, head.workers, b, kRidge);
   n.error = 0;
@@ -137,18 +179,29 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
     n.corrector[j] = b[j] * ratio;
     n.tangent[j] = drift[j];
   }
-  apply_inverse(n.system, -1, {n.corrector, moving ? n.tangent : n.plain});
   auto slope_along = [&](const double* x) {
     double slope = 0;
     for (int j = 0; j < p.rank; j++) slope += x[j] * (b[j] - p.mass[j]);
     return slope;
   };
-  double slope = slope_along(n.corrector);
-  const bool descends = slope < 0;  // Newton on log b = log m is faster from afar, where it is a descent direction
-  if (moving && !descends) apply_inverse(n.system, -1, {n.plain});
-  if (!descends) {
+  // Newton on log b = log m is faster from afar, where it is a descent direction. From near its terms of second order
+  // would be taken for currents between pivots that hardly share a token.
+  double slope = 0;
+  if (n.error > kSettled) {
+    apply_inverse(n.system, -1, {n.plain, n.corrector});
+    slope = slope_along(n.corrector);
+  } else {
+    apply_inverse(n.system, -1, {n.plain});
+  }
+  if (!(slope < 0)) {
     memcpy(n.corrector, n.plain, sizeof(double) * size_t(p.rank));
     slope = slope_along(n.corrector);
+  }
+  if (moving) {
+    // dg/dβ = (g + x) / β, H x = −∂b along (β s + g) → ρ (β s + g): where the graph falls apart and H says nothing,
+    // the potential grows with the scores, which keeps every token where it is.
+    apply_inverse(n.system, -1, {n.tangent});
+    for (int j = 0; j < p.rank; j++) n.tangent[j] = (n.tangent[j] + g[j]) / beta;
   }
   n.reach = range_of(n.corrector, p.rank);
   n.length = 1;
@@ -205,36 +258,53 @@ static double start_path(const Newton& n, const Cloud& cloud, double* g) {
 
 // Solves on a cloud: from the start of the path, or from g when it is a good guess. False if it was not.
 static bool solve_cloud(Newton& n, const Cloud& cloud, bool cold, double tol, double* g) {
+  const Scope scope(n.head->call->host);
   const int rank = n.head->pivots.rank;
-  const size_t mark = n.head->call->host.mark();
+  const size_t size = sizeof(double) * size_t(rank);
   double* best = n.head->arena.take<double>(rank);
-  double beta = cold ? start_path(n, cloud, g) : 1;
   double best_error = 1e300;
+  double beta = cold ? start_path(n, cloud, g) : 1, pace = kPace;
+  // the last point near the path, from where jumps start
+  double *base = n.head->arena.take<double>(rank), *tangent = n.head->arena.take<double>(rank), base_beta = 0;
+  bool jumped = false;
+  int failures = 0;
   for (int pass = 0; pass < kMaxPasses; pass++) {
     look(n, cloud, g, beta);
-    if (!cold && pass == 0 && !(n.error < 2)) {
-      n.head->call->host.release(mark);
-      return false;
+    if (!cold && pass == 0 && !(n.error < 2)) return false;
+    if (beta >= 1) {
+      if (n.error < best_error) {
+        best_error = n.error;
+        // The step from here is known already: take it if the problem is quadratic at that distance. It leaves
+        // |b'' / b| / 2 ≤ 5/8 range², and a little for the rounding of the Hessian, so it need not be looked at.
+        const double range = range_of(n.plain, rank);
+        for (int j = 0; j < rank; j++) best[j] = g[j] + (range < 0.5 ? n.plain[j] : 0);
+        if (best_error < tol || (n.newton && range < 0.5 && 0.7 * range * range + 1e-5 * range < tol)) break;
+        failures = 0;
+      } else if (best_error < 1e-4 && ++failures >= (best_error < 3e-6 ? 1 : 4)) {
+        break;  // rounding decides from here on
+      }
     }
-    const bool arrived = beta >= 1, improved = arrived && n.error < best_error;
-    const bool stalled = arrived && !improved && best_error < 1e-4;  // rounding decides from here on
-    if (stalled) break;
-    if (improved) {
-      best_error = n.error;
-      // The step from here is known already: take it if the problem is quadratic at that distance. It leaves
-      // |b'' / b| / 2 ≤ 5/8 range², and a little for the rounding of the Hessian, so it need not be looked at.
-      const double range = range_of(n.plain, rank);
-      for (int j = 0; j < rank; j++) best[j] = g[j] + (range < 0.5 ? n.plain[j] : 0);
-      if (best_error < tol || (n.newton && range < 0.5 && 0.7 * range * range + 1e-5 * range < tol)) break;
+    const bool missed = jumped && !(n.error < kTooFar);
+    if (missed)
+      pace = sqrt(pace);
+    else
+      for (int j = 0; j < rank; j++) g[j] += n.length * n.corrector[j];
+    const double quiet = most(kQuiet, kNoise * largest_magnitude(n.high, rank));
+    const bool settled = !missed && ((n.error < kSettled && n.reach < kSettledReach) || n.error < quiet);
+    if (settled && beta < 1) {
+      base_beta = beta;
+      memcpy(base, g, size);
+      memcpy(tangent, n.tangent, size);
     }
-    const bool settled = n.error < kSettled && n.reach < kLargeStep;
-    const double next = settled ? least(kPace * beta, 1.0) : beta;
-    for (int j = 0; j < rank; j++)
-      g[j] += n.length * n.corrector[j] + (next > beta ? (next - beta) * n.tangent[j] : 0);
-    beta = next;
+    jumped = beta < 1 ? settled || missed : missed;
+    if (!jumped) continue;
+    beta = least(pace * base_beta, 1.0);
+    for (int j = 0; j < rank; j++) g[j] = base[j] + (beta - base_beta) * tangent[j];
   }
-  if (best_error < 1e300) memcpy(g, best, sizeof(double) * size_t(rank));
-  n.head->call->host.release(mark);
+  if (best_error < 1e300)
+    memcpy(g, best, size);
+  else
+    for (int j = 0; j < rank; j++) g[j] /= beta;
   return true;
 }
 
@@ -257,8 +327,8 @@ static Cloud sample(const Head& head, const Cloud& all, int64_t size) {
   return {{scores, padded}, mass, size};
 }
 
-// g with Pᵀa = m to the tolerance, P = softmax(s + g), as a potential in fp32.
-static void solve_potential(const Head& head, const Tokens& t, const View& scores, float* potential) {
+// g with Pᵀa = m to the tolerance, P = softmax(s + g), to the two vectors of `state`. Says whether the second counts.
+static bool solve_potential(const Head& head, const Tokens& t, const View& scores, float* high, float* low) {
   const Measure& p = head.pivots;
   Newton n = open_newton(head);
   double* g = head.arena.zeros<double>(p.rank);
@@ -267,23 +337,32 @@ static void solve_potential(const Head& head, const Tokens& t, const View& score
   int64_t size = t.count;
   while (size / kSampleGrowth >= most(4 * p.rank, 64)) size /= kSampleGrowth;
   for (; size * kSampleGrowth <= t.count; size *= kSampleGrowth) {
-    const size_t mark = head.call->host.mark();
+    const Scope scope(head.call->host);
     const Cloud some = sample(head, all, size);
     if (cold || !solve_cloud(n, some, false, kSampleTolerance, g)) solve_cloud(n, some, true, kSampleTolerance, g);
     cold = false;
-    head.call->host.release(mark);
   }
   const double tol = most(head.call->tol / 3, kFloor);  // the two plans share the error of the glued coupling
   if (cold || !solve_cloud(n, all, false, tol, g)) solve_cloud(n, all, true, tol, g);
-  to_potential(p, g, potential);
+  to_potential(p, g, high, low);
+  return n.exact;
 }
 
-// Key side: state gets g and ω = 1 / column sums; `Wᵀ v` goes to the product of worker 0.
-static void solve_keys(const Head& head, const Tokens& t, const Rows& values, const Block& scores, float* state) {
+// The largest relative deviation of column sums from the masses of the pivots.
+static float largest_deviation(const Measure& p, const double* columns) {
+  double largest = 0;
+  for (int j = 0; j < p.rank; j++) {
+    if (!(p.log_mass[j] > least_log_mass(kNewton))) continue;  // no mass to speak of
+    const double deviation = fabs(columns[j] / p.mass[j] - 1);
+    largest = deviation <= largest ? largest : deviation;  // what is not a number stays so
+  }
+  return float(largest);
+}
+
+// `Wᵀ v` without the column's factor ω goes to the product of worker 0, the sums of its columns to `columns`.
+static void carry_values(const Head& head, const Tokens& t, const Rows& values, const View& scores,
+                         const Potential& g) {
   const Measure& p = head.pivots;
-  float* g = head.arena.take<float>(p.padded);
-  score_all(head, t, scores);
-  solve_potential(head, t, scores, g);
   start_columns(head);
   start_products(head, head.value_padded);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -300,18 +379,47 @@ static void solve_keys(const Head& head, const Tokens& t, const Rows& values, co
   });
   collect_columns(head);
   collect_products(head, head.value_padded);
-  for (int j = 0; j < p.rank; j++) {
-    state[j] = g[j];
-    const float inverse = float(1.0 / most(head.worker[0].columns[j], 1e-37));
-    state[p.rank + j] = inverse;
-    for (int d = 0; d < head.value_padded; d++) head.worker[0].product[int64_t(j) * head.value_padded + d] *= inverse;
-  }
 }
 
-static void solve_queries(const Head& head, const Tokens& t, const Block& scores, float* g, float* state) {
+// Whether a column of the plan has lost its mass to underflow.
+static bool starves(const Measure& p, const double* columns) {
+  for (int j = 0; j < p.rank; j++)
+    if (columns[j] < kStarved) return true;
+  return false;
+}
+
+// Key side: state gets g (two vectors) and ω = 1 / column sums; `Wᵀ v` goes to the product of worker 0.
+// Returns the error of the plan before ω closes it.
+static float solve_keys(const Head& head, const Tokens& t, const Rows& values, const Block& scores, float* state,
+                        float* exact) {
+  const Measure& p = head.pivots;
+  float *high = head.arena.take<float>(p.padded), *low = head.arena.take<float>(p.padded);
   score_all(head, t, scores);
-  solve_potential(head, t, scores, g);
-  memcpy(state, g, sizeof(float) * size_t(head.pivots.rank));
+  *exact = solve_potential(head, t, scores, high, low);
+  carry_values(head, t, values, scores, {high, *exact ? low : nullptr});
+  // A half-step in log form gives every column back what the best of its tokens can send, whatever g was.
+  for (int rescue = 0; rescue < kRescues && starves(p, head.worker[0].columns); rescue++) {
+    log_half_steps(head, t, scores, high, high);
+    *exact = 0;
+    carry_values(head, t, values, scores, {high});
+  }
+  for (int j = 0; j < p.rank; j++) {
+    state[j] = high[j];
+    state[p.rank + j] = *exact != 0 ? low[j] : 0.f;
+    const float inverse = state[2 * p.rank + j] = float(1.0 / head.worker[0].columns[j]);
+    for (int d = 0; d < head.value_padded; d++) head.worker[0].product[int64_t(j) * head.value_padded + d] *= inverse;
+  }
+  return largest_deviation(p, head.worker[0].columns);
+}
+
+static Potential solve_queries(const Head& head, const Tokens& t, const Block& scores, float* state, float* exact) {
+  const Measure& p = head.pivots;
+  float *high = head.arena.take<float>(p.padded), *low = head.arena.take<float>(p.padded);
+  score_all(head, t, scores);
+  *exact = solve_potential(head, t, scores, high, low);
+  memcpy(state, high, sizeof(float) * size_t(p.rank));
+  for (int j = 0; j < p.rank; j++) state[p.rank + j] = *exact != 0 ? low[j] : 0.f;
+  return {high, *exact ? low : nullptr};
 }
 
 }  // namespace

@@ -158,7 +158,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _state_size(options: _Options, rank: int) -> int:
-    return (3 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
+    return (5 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
 
 
 def _report(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Report:
@@ -166,13 +166,16 @@ def _report(state: Tensor, transport: Transport, solve: Solve, options: _Options
     rank = transport.pivots.shape[-2]
     state = state.detach()
     if options.is_newton:
-        query_g, key_g = state[..., :rank], state[..., rank : 2 * rank]
+        query_g, key_g = (
+            state[..., vector * rank :][..., :rank].double() + state[..., (vector + 1) * rank :][..., :rank]
+            for vector in (0, 2)
+        )
     else:
         query_g, key_g = (
             _potential(state[..., vector * rank :][..., :rank], state[..., -STATE_NOTES + side, None])
             for side, vector in enumerate((options.iters - 1, 2 * options.iters - 1))
         )
-    return Report(query_g, key_g, reference.residual(transport, solve, query_g, key_g))
+    return Report(query_g, key_g, state[..., -1])
 
 
 def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:

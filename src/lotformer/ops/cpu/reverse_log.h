@@ -38,7 +38,7 @@ static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g,
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block grad = r.grad.at(i);
-      exp_block(r.rows.at(i), count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
+      exp_block(r.rows.at(i), count, 1.f, {g}, p.vectors, k.plan, k.shift, k.sum);
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       scale_rows(k.plan, count, k.extra, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);

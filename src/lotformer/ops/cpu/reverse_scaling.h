@@ -6,8 +6,8 @@ namespace {
 
 // Forms K with `base` in the exponent and sends the output gradient through P_ij = u_i K_ij b_j:
 // fills y.grad and dg, the gradient of log b.
-static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, const float* b, Mixed& y, double* dg,
-                               const HessianSink* hessian) {
+static void reverse_query_plan(Reverse& r, const Rows& dout, const Potential& base, const float* b, Mixed& y,
+                               double* dg, const HessianSink* hessian) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
@@ -47,7 +47,7 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const float* base, 
 
 // The same for W_ij = a_i u_i K_ij ω_j, u from b: writes the gradient of v and fills dg, that of log b.
 // `origin` (scaling form only) asks for the column a_i exp(shift_i − origin) of the first half-step.
-static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, const float* base, const float* b,
+static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, const Potential& base, const float* b,
                              const float* omega, const Mixed& y, const float* origin, double* dg,
                              const HessianSink* hessian) {
   const Head& head = *r.head;

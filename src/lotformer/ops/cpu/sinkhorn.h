@@ -55,8 +55,8 @@ static const float* starting_potential(const Head& head) {
   return head.pivots.rank == head.pivots.padded ? nullptr : zero_potential(head);
 }
 
-static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const float* base,
-                         const Block& e) {
+static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count,
+                         const Potential& base, const Block& e) {
   score_block(head, t, k, i, count, e);
   exp_block(e, count, 1.f, base, head.pivots.vectors, e, k.shift, k.sum);
 }
@@ -73,7 +73,7 @@ static bool query_sweeps(const Head& head, const Tokens& t, const Block& kernel,
         const int count = int(least<int64_t>(kBlock, last - i));
         const Block e = kernel.at(i);
         if (sweep == 0)
-          first_scores(head, t, k, i, count, base, e);
+          first_scores(head, t, k, i, count, {base}, e);
         else
           dot_rows(e, count, b, p.vectors, k.sum);
         divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
@@ -127,7 +127,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = kernel.at(i);
-      first_scores(head, t, k, i, count, base, e);
+      first_scores(head, t, k, i, count, {base}, e);
       weigh_raw(t.mass + i, e, count, p.vectors, k, started);
     }
   });
@@ -170,6 +170,19 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
   return true;
 }
 
+// The largest relative deviation of column sums of the keys' plan from the masses of the pivots before the closing
+// half-step, which is what that changed; `last_two` from the trace.
+static float last_change(const Measure& p, const float* last_two, bool logarithmic) {
+  float largest = 0;
+  for (int j = 0; j < p.rank; j++) {
+    if (!(p.log_mass[j] > least_log_mass(kNewton))) continue;  // no mass to speak of
+    const float before = last_two[j], after = last_two[p.rank + j];
+    const float change = fabsf(logarithmic ? expm1f(before - after) : before / after - 1);
+    largest = change <= largest ? largest : change;  // what is not a number stays so
+  }
+  return largest;
+}
+
 // ---- log form ----
 
 static void score_all(const Head& head, const Tokens& t, const Block& scores) {
@@ -190,7 +203,7 @@ LOT_INLINE void log_masses(const float* mass, int count, float* to) {
 static void row_potential(const View& s, const float* mass, int count, const float* g, int vectors, Worker& k) {
   log_masses(mass, count, k.weight);
   if (g) {
-    exp_block(s, count, 1.f, g, vectors, k.plan, k.shift, k.sum);
+    exp_block(s, count, 1.f, {g}, vectors, k.plan, k.shift, k.sum);
     for (int i = 0; i < count; i += W) store(k.extra + i, 1.f / vmax(load(k.sum + i), splat(kTiny)));
     scale_rows(k.plan, count, k.extra, vectors, k.plan);
   }
