@@ -105,7 +105,7 @@ class LoaderStream:
 
 
 def _aloof(worker: int) -> None:
-    """Leave the process group: Ctrl-C and other signals to it must not end a worker before the step is done and saved."""
+    """Leave the process group: Ctrl-C must not end a worker before the step is done and saved."""
     torch.set_num_threads(1)
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)
