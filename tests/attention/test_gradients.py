@@ -97,3 +97,14 @@ def test_tokens_of_another_layer_are_named() -> None:
         build("cosformer")(q[:, :2], k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="keys and values"):
         build("cosformer")(q, k, v[:, :, :5])
+
+
+def test_a_count_that_is_no_integer_is_named() -> None:
+    for name, option in (
+        ("performer", "features"),
+        ("linformer", "rank"),
+        ("local", "block_size"),
+        ("t2r", "features"),
+    ):
+        with pytest.raises(ValueError, match=rf"{option} must be an integer, got 8\.0"):
+            build(name, **{option: 8.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks, mask_into_blocks
@@ -33,10 +34,8 @@ class BigBird(Attention):
         self, head_dim: int, num_heads: int, *, block_size: int = 64, random_blocks: int = 3, seed: int = 0
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}.")
-        if random_blocks < 0:
-            raise ValueError(f"random_blocks must be at least 0, got {random_blocks}.")
+        require_count("block_size", block_size)
+        require_count("random_blocks", random_blocks, least=0)
         self.block_size = block_size
         self.random_blocks = random_blocks
         draw = torch.rand(_PLAN_PERIOD, random_blocks, generator=torch.Generator().manual_seed(seed))

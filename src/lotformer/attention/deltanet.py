@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from ..nn.short_conv import ShortConv
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
@@ -36,8 +37,7 @@ class DeltaNet(Attention):
         chunk_size: int = 64,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        require_count("chunk_size", chunk_size)
         self.bidirectional = bidirectional
         self.chunk_size = chunk_size
         self.gate = nn.Parameter(head_dim**-0.5 * torch.randn(num_heads, head_dim))

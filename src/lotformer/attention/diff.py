@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
@@ -30,8 +31,7 @@ class DifferentialAttention(Attention):
         super().__init__(head_dim, num_heads)
         if head_dim % 2:
             raise ValueError(f"diff splits a head in two halves: expected an even head_dim, got {head_dim}.")
-        if layer < 0:
-            raise ValueError(f"layer must be at least 0, got {layer}.")
+        require_count("layer", layer, least=0)
         self.start = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.query_lambda = nn.Parameter(0.1 * torch.randn(2, head_dim // 2))
         self.key_lambda = nn.Parameter(0.1 * torch.randn(2, head_dim // 2))

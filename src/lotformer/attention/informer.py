@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
@@ -31,8 +32,7 @@ class Informer(Attention):
 
     def __init__(self, head_dim: int, num_heads: int, *, factor: int = 5, seed: int = 0) -> None:
         super().__init__(head_dim, num_heads)
-        if factor < 1:
-            raise ValueError(f"factor must be at least 1, got {factor}.")
+        require_count("factor", factor)
         self.factor = factor
         most = factor * math.ceil(math.log(_LONGEST))
         generator = torch.Generator().manual_seed(seed)

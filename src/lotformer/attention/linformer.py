@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from .base import Cost, Entry
 from .clean import CleanAttention
 
@@ -25,8 +26,7 @@ class Linformer(CleanAttention):
     ) -> None:
         super().__init__(head_dim, num_heads)
         for name, value in (("rank", rank), ("max_length", max_length)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            require_count(name, value)
         self.max_length = max_length
         self.key_projection = nn.Parameter(torch.empty(num_heads, rank, max_length))
         self.value_projection = None if share_key_value else nn.Parameter(torch.empty(num_heads, rank, max_length))

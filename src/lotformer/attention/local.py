@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..nn.checks import require_count
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks, mask_into_blocks
 from .masking import require_equal_lengths, zero_padding
@@ -17,8 +18,7 @@ class LocalAttention(Attention):
 
     def __init__(self, head_dim: int, num_heads: int, *, block_size: int = 64) -> None:
         super().__init__(head_dim, num_heads)
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}.")
+        require_count("block_size", block_size)
         self.block_size = block_size
 
     def attend(

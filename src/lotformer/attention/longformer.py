@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks
@@ -26,8 +27,7 @@ class Longformer(Attention):
         super().__init__(head_dim, num_heads)
         if window < 2 or window % 2:
             raise ValueError(f"window must be even and at least 2: as many tokens on each side; got {window}.")
-        if global_tokens < 0:
-            raise ValueError(f"global_tokens must be at least 0, got {global_tokens}.")
+        require_count("global_tokens", global_tokens, least=0)
         self.reach = window // 2
         self.global_tokens = global_tokens
 

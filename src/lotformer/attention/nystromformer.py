@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.inverse import iterative_pseudo_inverse
 from ..nn.softmax import fused_softmax
@@ -36,8 +37,7 @@ class Nystromformer(CleanAttention):
     ) -> None:
         super().__init__(head_dim, num_heads)
         for name, value in (("landmarks", landmarks), ("inverse_iters", inverse_iters)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            require_count(name, value)
         self.landmarks = landmarks
         self.inverse_iters = inverse_iters
         self.local = None if conv_kernel is None else DepthwiseMixing(num_heads, "1d", conv_kernel, sharing="channels")

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_count
 from ..nn.feature_maps import exponential_features
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
@@ -30,8 +31,7 @@ class Performer(CleanAttention):
     def __init__(self, head_dim: int, num_heads: int, *, features: int | None = None) -> None:
         super().__init__(head_dim, num_heads)
         self.features = _default_features(head_dim) if features is None else features
-        if self.features < 1:
-            raise ValueError(f"features must be at least 1, got {features}.")
+        require_count("features", self.features)
         self.register_buffer("projection", torch.empty(self.features, head_dim))
         self.redraw()
 

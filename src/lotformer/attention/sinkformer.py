@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_count
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real
@@ -28,8 +29,7 @@ class Sinkformer(CleanAttention):
         self, head_dim: int, num_heads: int, *, half_steps: int = 3, eps: float = 1.0, scale: float | None = None
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if half_steps < 1:
-            raise ValueError(f"half_steps must be at least 1, got {half_steps}.")
+        require_count("half_steps", half_steps)
         if not eps > 0:
             raise ValueError(f"eps must be above 0, got {eps}.")
         self.half_steps = half_steps

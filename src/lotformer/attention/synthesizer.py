@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
@@ -32,8 +33,7 @@ class Synthesizer(Attention):
         if kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
         for name, value in (("max_length", max_length), ("hidden", hidden)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            require_count(name, value)
         self.kind = kind
         self.max_length = max_length
         if kind == "random":

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .checks import require_count
+
 Init = Literal["identity", "random"]
 
 
@@ -61,8 +63,7 @@ class TokenPositions(nn.Module):
 
     def __init__(self, num_heads: int, num_tokens: int, head_dim: int) -> None:
         super().__init__()
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}.")
+        require_count("num_tokens", num_tokens)
         self.table = nn.Parameter(torch.zeros(num_heads, num_tokens, head_dim))
 
     def reset_parameters(self) -> None:
