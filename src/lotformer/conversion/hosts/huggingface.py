@@ -113,7 +113,7 @@ def _classify(model: nn.Module, name: str, module: nn.Module) -> Site | Skipped:
         width = _first(module, "all_head_size", "embed_dim", "hidden_size", "dim")
         dim = None if width is None else width // heads
     if not dispatches(module):
-        reason = "it computes its own scores (relative position bias), outside AttentionInterface"
+        reason = "it computes its own scores, outside AttentionInterface"
     elif getattr(module, "is_causal", False) or _in_causal_tower(model, name):
         reason = "it is causal, and a causal doubly stochastic matrix is the identity"
     elif "CrossAttention" in kind or getattr(module, "is_cross_attention", False):

@@ -82,13 +82,11 @@ def require_converted(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def mechanism_of(module: nn.Module) -> Attention:
-    """The mechanism of a converted module, out of whatever wraps it.
-
-    PEFT's `modules_to_save` keeps the original and a trained copy in a wrapper; the wrapper answers for the one in use.
-    """
+    """The mechanism of a converted module, the one in use if PEFT wraps it (`modules_to_save=["mechanism"]`)."""
     mechanism = getattr(module, MECHANISM)
     if not isinstance(mechanism, Attention):
-        mechanism = mechanism.modules_to_save[mechanism.active_adapter]
+        active = [] if mechanism.disable_adapters else mechanism.active_adapters
+        mechanism = mechanism.modules_to_save[active[0]] if active else mechanism.original_module
         assert isinstance(mechanism, Attention)
     return mechanism
 
