@@ -65,7 +65,7 @@ def test_causal_towers_are_skipped_and_the_model_runs(kind, tmp_path):
 
 def test_blip_does_not_dispatch_at_all():
     config = transformers.BlipConfig(text_config={**_TEXT, "encoder_hidden_size": 24}, vision_config=_IMAGE)
-    with pytest.raises(ValueError, match="nothing to convert in BlipModel.*computes its own scores"):
+    with pytest.raises(ValueError, match=r"nothing to convert in BlipModel.*computes its own scores"):
         lotformer.convert(transformers.BlipModel(config))
 
 

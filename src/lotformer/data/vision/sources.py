@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import _torchvision
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -90,6 +92,7 @@ def open_stream(source: str, folder: Path | None, split: str, *, batch_size: int
 
 
 def _create(source: str, folder: Path | None, split: str, **options: Any) -> Any:
+    _torchvision.prepare()
     from timm.data import create_dataset
 
     if not source:
