@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..data.folder import VARIABLE, data_folder
-from ..experiments.longrange import table
+from ..experiments.longrange import table, throughput
 from ..experiments.longrange.settings import LongRangeSettings, completed
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish, say
@@ -67,3 +67,18 @@ def experiment_lra(
         with progress_bar(console) as listen:
             table.run(settings, folder, out, listen, command_line())
         publish(console, table.render(out), out)
+
+
+@with_settings(throughput.ThroughputSettings)
+def experiment_throughput(
+    settings: throughput.ThroughputSettings,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results; lengths that are measured there are not run again.")
+    ] = Path("out/lra-throughput"),
+) -> None:
+    """How fast the Long Range Arena's encoder trains as sequences grow: LOT against fused softmax."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        with progress_bar(console) as listen:
+            throughput.run(settings, out, listen, command_line())
+        publish(console, throughput.render(out), out)

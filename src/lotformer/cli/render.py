@@ -13,13 +13,28 @@ from rich.console import Console
 from ..bench import against_sdpa, memory, roofline, runtime, solvers, zoo
 from ..experiments import glue, stsb
 from ..experiments.longrange import table as lra
+from ..experiments.longrange import throughput as lra_throughput
 from ..experiments.vision import ladder, rank, sinkhorn
 from ..results.report import Report
 from .terminal import one_clear_error, publish
 
 RENDERERS: dict[str, Callable[[Path], Report]] = {
     module.NAME: module.render
-    for module in (against_sdpa, memory, roofline, runtime, solvers, zoo, glue, stsb, lra, ladder, rank, sinkhorn)
+    for module in (
+        against_sdpa,
+        memory,
+        roofline,
+        runtime,
+        solvers,
+        zoo,
+        glue,
+        stsb,
+        lra,
+        lra_throughput,
+        ladder,
+        rank,
+        sinkhorn,
+    )
 }
 
 
