@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ SETTINGS |= {"adam_eps": 1e-4}  # Adam blows up gradients that are zero but for 
 
 def state(out: Path) -> dict[str, Any]:
     return torch.load(out / LAST, weights_only=True)["state"]
+
+
+@contextmanager
+def kill(rank: str, step: str) -> Iterator[None]:
+    """While inside, a process of every run kills itself during a step."""
+    os.environ |= {"KILL_RANK": rank, "KILL_AT": step}
+    try:
+        yield
+    finally:
+        del os.environ["KILL_RANK"], os.environ["KILL_AT"]
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +59,20 @@ def test_the_loss_curve_is_that_of_one_process(processes, settings, alone, tmp_p
         assert ended["work"]["metrics"] == alone["work"]["metrics"]
 
 
+def test_another_number_of_processes_goes_on_with_the_same_data(alone, tmp_path):
+    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(2, tmp_path, SETTINGS)
+    together(1, tmp_path, SETTINGS)
+    assert state(tmp_path)["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("processes", "settings"), [(4, {}), (2, {"sharded": True})], ids=["4", "2-sharded"])
 def test_several_processes_resume_bit_for_bit(processes, settings, tmp_path):
     settings = {**SETTINGS, **settings, "dropout": 0.1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     together(processes, whole, settings)
-    os.environ |= {"KILL_RANK": "1", "KILL_AT": "5"}
-    try:
-        with pytest.raises(Exception, match=r"SIGKILL|peer"):
-            together(processes, parts, settings)
-    finally:
-        del os.environ["KILL_RANK"], os.environ["KILL_AT"]
+    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(processes, parts, settings)
     assert state(parts)["step"] == 3
     together(processes, parts, settings)
     ended = [state(folder) for folder in (parts, whole)]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..problem import Report, Result, Solve, Transport
 
 _load_error: str | None = None
