@@ -123,6 +123,53 @@ def test_changes_to_the_config_reach_every_part(tmp_path):
     assert again.config is again.model.decoder.config
 
 
+class TestChangesToAConfig:
+    """What users change in the config of a converted model is theirs, through saving, loading and reverting."""
+
+    def test_are_saved(self, tmp_path):
+        model = SMALL["bert-classifier"].build()
+        lotformer.convert(model, rank=5)
+        model.config.id2label = {0: "no", 1: "yes"}
+        model.config.remark = "kept"
+        for folder in (tmp_path / "first", tmp_path / "second"):
+            again = saved_and_loaded(model, folder)
+            assert (again.config.id2label, again.config.remark) == ({0: "no", 1: "yes"}, "kept")
+        assert model.config is model.bert.config
+
+    def test_are_saved_by_what_encloses_the_part(self, tmp_path):
+        model = SMALL["bert-classifier"].build()
+        lotformer.convert(model.bert, rank=5)
+        model.bert.config.remark = "kept"
+        assert saved_and_loaded(model, tmp_path).config.remark == "kept"
+
+    def test_are_saved_in_the_part_of_a_config(self, tmp_path):
+        encoder, decoder = SMALL["bert"].build().config, SMALL["bert"].build().config
+        decoder.is_decoder = decoder.add_cross_attention = True
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+        model = transformers.EncoderDecoderModel(config)
+        lotformer.convert(model, rank=5)
+        model.encoder.config.remark = "kept"
+        assert saved_and_loaded(model, tmp_path).config.encoder.remark == "kept"
+
+    def test_survive_reverting_and_reach_no_other_model(self):
+        config = SMALL["bert"].build().config
+        model, other = transformers.BertModel(config), transformers.BertModel(config)
+        lotformer.convert(model, rank=5)
+        model.config.remark = "kept"
+        lotformer.revert(model)
+        assert model.config.remark == "kept"
+        assert model.config is model.encoder.layer[0].attention.self.config
+        assert not hasattr(other.config, "remark")
+
+    def test_the_implementation_of_softmax_layers_survives_saving(self, tmp_path):
+        model = SMALL["bert"].build()
+        lotformer.convert(model, rank=5, layers=["encoder.layer.1.attention.self"])
+        model.set_attn_implementation("eager")
+        model.save_pretrained(tmp_path)
+        assert model.config._attn_implementation == "eager"
+        assert model.encoder.layer[0].attention.self.config._attn_implementation == "eager"
+
+
 @pytest.fixture
 def sentences(tmp_path) -> SentenceTransformer:
     """A tiny sentence encoder with pooling and normalisation, made from nothing."""

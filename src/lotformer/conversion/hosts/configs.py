@@ -110,13 +110,54 @@ def _role(module: nn.Module) -> str:
 
 
 def _put_back(model: nn.Module) -> None:
+    """Every module gets the config back that it was built with, and keeps what has been changed in our copy since."""
+    bases = _Bases(model)
+    for module, config in _holders(model):
+        module.__dict__["config"] = bases.of(module.__dict__.pop(_ORIGINAL, config))
     for module in model.modules():
-        if _ORIGINAL in module.__dict__:
-            module.__dict__["config"] = module.__dict__.pop(_ORIGINAL)
         governor = module.__dict__.pop(_GOVERNOR, None)
         if governor is not None and record_of(module) is None:
             # the model around a part that was reverted alone must make masks for softmax again
             governor._attn_implementation_internal = _softmax(model)
+
+
+class _Bases:
+    """The originals behind the copies in a model, with the changes that users made to the copies.
+
+    An original is never changed, since other models may share it: one that differs from its copies has a successor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._successors: dict[int, PreTrainedConfig] = {}
+        self._changes: dict[int, dict[str, Any]] = {}
+        for module, mine in _holders(model):
+            original = module.__dict__.get(_ORIGINAL)
+            if original is not None:
+                # the outermost module comes first: what it says holds
+                self._changes[id(original)] = _difference(original, mine) | self._changes.get(id(original), {})
+
+    def of(self, original: PreTrainedConfig) -> PreTrainedConfig:
+        if id(original) not in self._successors:
+            changes = dict(self._changes.get(id(original), {}))
+            for key in original.sub_configs:
+                part = getattr(original, key, None)
+                if isinstance(part, PreTrainedConfig) and self.of(part) is not part:
+                    changes[key] = self.of(part)
+            successor = copy.copy(original) if changes else original
+            successor.__dict__.update(changes)
+            self._successors[id(original)] = successor
+        return self._successors[id(original)]
+
+
+def _difference(original: PreTrainedConfig, mine: PreTrainedConfig) -> dict[str, Any]:
+    ours = {RECIPE, _SAVED_KEY, *original.sub_configs}
+    if not {original._attn_implementation, mine._attn_implementation}.isdisjoint(_OURS):
+        ours.add("_attn_implementation_internal")
+    return {
+        key: value
+        for key, value in mine.__dict__.items()
+        if key not in ours and (key not in original.__dict__ or original.__dict__[key] != value)
+    }
 
 
 def _clean(config: Any, model: nn.Module) -> None:
