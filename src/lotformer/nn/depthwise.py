@@ -72,5 +72,8 @@ def square_grid(length: int, grid: tuple[int, int] | None) -> tuple[int, int]:
             )
         return side, side
     if grid[0] * grid[1] != length:
-        raise ValueError(f"a grid of {grid[0]}×{grid[1]} has {grid[0] * grid[1]} tokens, but there are {length}.")
+        raise ValueError(
+            f"a grid of {grid[0]}×{grid[1]} has {grid[0] * grid[1]} tokens, but there are {length}: "
+            "special tokens at the start are named by prefix_tokens."
+        )
     return grid
