@@ -59,7 +59,7 @@ def render(result: DemoResult) -> str:
         f"<title>A sentence encoder on LOT attention</title><style>{_STYLE}</style></head><body><main>"
         "<h1>all-MiniLM-L6-v2, on linear attention</h1>"
         f"<p>A trained sentence encoder whose {len(result.conversion.converted)} softmax attention layers were "
-        f"replaced by LOT attention with {result.conversion.options['rank']} pivots a head: every token sends its "
+        f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token sends its "
         "mass to the pivots, the pivots send it on to the tokens, both by optimal transport. The cost grows "
         f"linearly with the text. {result.conversion.parameters_added:,} parameters were added; all others stayed "
         "as they were until fine-tuning.</p>"
