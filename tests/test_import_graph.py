@@ -19,6 +19,7 @@ LAYERS = (
     {"conversion", "results"},
     {"bench", "experiments", "demo"},
     {"cli"},
+    {"__main__"},
 )
 HELPERS = {
     "_settings": "frozen settings from Python, TOML or a command line; imports nothing of ours, serves every layer",
