@@ -14,7 +14,7 @@ from ..data.checkpoints import checkpoint_folder
 from ..data.folder import VARIABLE, data_folder
 from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
-from .longrange import experiment_lra, experiment_throughput
+from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish
 from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
@@ -80,6 +80,7 @@ def stsb(
 
 app.command("lra")(experiment_lra)
 app.command("lra-throughput")(experiment_throughput)
+app.command("pathfinder")(experiment_pathfinder)
 app.command("vision-ladder")(vision_ladder)
 app.command("sinkhorn-ablation")(sinkhorn_ablation)
 app.command("rank-ablation")(rank_ablation)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..data.folder import VARIABLE, data_folder
-from ..experiments.longrange import table, throughput
+from ..experiments.longrange import pathfinder_check, table, throughput
 from ..experiments.longrange.settings import LongRangeSettings, completed
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish, say
@@ -82,3 +82,16 @@ def experiment_throughput(
         with progress_bar(console) as listen:
             throughput.run(settings, out, listen, command_line())
         publish(console, throughput.render(out), out)
+
+
+@with_settings(pathfinder_check.PathfinderSettings)
+def experiment_pathfinder(
+    settings: pathfinder_check.PathfinderSettings,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the contact sheet.")] = Path("out/pathfinder"),
+) -> None:
+    """Look at generated Pathfinder images, and at what their statistics tell of the label."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        with progress_bar(console) as listen:
+            pathfinder_check.run(settings, out, listen, command_line())
+        publish(console, pathfinder_check.render(out), out)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..bench import against_sdpa, memory, roofline, runtime, solvers, zoo
 from ..experiments import glue, stsb
+from ..experiments.longrange import pathfinder_check
 from ..experiments.longrange import table as lra
 from ..experiments.longrange import throughput as lra_throughput
 from ..experiments.vision import ladder, rank, sinkhorn
@@ -31,6 +32,7 @@ RENDERERS: dict[str, Callable[[Path], Report]] = {
         stsb,
         lra,
         lra_throughput,
+        pathfinder_check,
         ladder,
         rank,
         sinkhorn,

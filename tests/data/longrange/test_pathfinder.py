@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lotformer.data.longrange import contours
 from lotformer.data.longrange.pathfinder import Pathfinder, PathfinderFiles
-from lotformer.data.longrange.statistics import image_statistics
+from lotformer.data.longrange.statistics import dot_distance, image_statistics
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,13 @@ def test_the_label_cannot_be_read_from_brightness_or_length(shard):
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=500))
     accuracy = model.fit(features[:600], shard.labels[:600]).score(features[600:], shard.labels[600:])
     assert abs(accuracy - 0.5) < 0.07  # three standard deviations of 600 fair coins
+
+
+def test_dots_are_found():
+    image = np.zeros((1, 32, 32), np.uint8)
+    image[0, 3:6, 3:6] = image[0, 23:26, 3:6] = 255
+    image[0, 10, :] = 200  # a line is not a dot
+    assert dot_distance(image).tolist() == [20]
 
 
 def release(folder: Path, count: int = 10) -> Path:
