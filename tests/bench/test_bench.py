@@ -16,7 +16,6 @@ from lotformer.bench.timing import Timing, alternate, ratios, thread_count
 from lotformer.bench.workload import Shape, Workload, near_square
 from lotformer.cli import app
 from lotformer.ops import backends, reference
-from lotformer.ops.problem import Result
 
 needs_proc = pytest.mark.skipif(not process.can_measure_peak(), reason="peak memory is read from /proc (Linux)")
 
@@ -38,12 +37,14 @@ def load(folder: Path, threads: int = 1) -> dict:
 
 
 def wrong(*problem):
-    return Result(reference.run(*problem).out * 1.001)
+    result = reference.run(*problem)
+    return result._replace(out=result.out * 1.001)
 
 
 def wrong_gradient(transport, *rest):
     drift = transport.q.sum() - transport.q.detach().sum()
-    return Result(reference.run(transport, *rest).out + 0.001 * drift)
+    result = reference.run(transport, *rest)
+    return result._replace(out=result.out + 0.001 * drift)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,12 +60,51 @@ WRONG = {
     "pivots elsewhere": ({"pivots": ones(3, 4, 8, device="meta")}, "`pivots`: expected the device of q, cpu, got meta"),
     "unknown solver": ({"solver": "magic"}, "`solver`: expected 'sinkhorn' or 'newton', got 'magic'"),
     "no sweep": ({"iters": 0}, "`iters`: expected an integer of at least 1, got 0"),
+    "half a sweep": ({"iters": 2.5}, "`iters`: expected an integer of at least 1, got 2.5"),
+    "integer eps": ({"eps": torch.tensor(1)}, "`eps`: expected a floating-point tensor, got torch.int64"),
+    "a list for the solver": ({"solver": ["newton"]}, r"`solver`: expected .*, got \['newton'\]"),
     "tol of zero": ({"tol": 0.0}, "`tol`: expected a number between 0 and 1"),
     "infinite scale": ({"scale": float("inf")}, "`scale`: expected a finite number, got inf"),
     "dropout of one": ({"dropout_p": 1.0}, r"`dropout_p`: expected a probability in \[0, 1\), got 1.0"),
     "causal": ({"is_causal": True}, r"cannot be causal.*last column.*A\[n,n\] = 1.*identity"),
     "unknown backend": ({"backend": "abacus"}, "`backend`: expected None or one of .*'reference', got 'abacus'"),
 }
+
+
+numbers = np.ones((2, 3, 7, 8), np.float32)
+WRONG_KIND = {
+    "numpy queries": ({"q": numbers}, r"`q`: expected a tensor, got numpy.ndarray. Use `torch.as_tensor\(q\)`"),
+    "numpy pivots": ({"pivots": numbers[0]}, r"`pivots`: expected a tensor, got numpy.ndarray"),
+    "no values": ({"v": None}, "`v`: expected a tensor, got NoneType"),
+    "list mask": ({"key_mask": [[True] * 5] * 2}, r"`key_mask`: expected a tensor, got list. Use `torch.as_tensor\("),
+    "list masses": ({"query_masses": [[1 / 7] * 7] * 2}, "`query_masses`: expected a tensor, got list"),
+    "text for eps": ({"eps": "small"}, "`eps`: expected a number or a tensor with one per head, got str"),
+    "list for eps": ({"eps": [1.0, 1.0, 1.0]}, "`eps`: expected a number or a tensor with one per head, got list"),
+    "text for tol": ({"tol": "1e-6"}, "`tol`: expected a number or None, got str"),
+    "tensor for scale": ({"scale": ones(3)}, "`scale`: expected a number or None, got torch.Tensor"),
+    "text for dropout": ({"dropout_p": "0.1"}, "`dropout_p`: expected a number, got str"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KIND)
+def test_the_operator_refuses_kinds_of_arguments(case):
+    changes, message = WRONG_KIND[case]
+    with pytest.raises(TypeError, match=message):
+        call(**changes)
+
+
+def test_a_coupling_refuses_like_the_operator():
+    q, k, _, pivots, log_masses = make_inputs(2, 3, 7, 5)
+    with pytest.raises(TypeError, match="`k`: expected a tensor, got numpy.ndarray"):
+        lotformer.coupling(q, k.numpy(), pivots, log_masses)
+    with pytest.raises(ValueError, match=r"`pivots`: expected \(3, R, 8\)"):
+        lotformer.coupling(q, k, pivots[:2], log_masses)
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = make_inputs(2, 3, 7, dtype=torch.float32)
+    got = lotformer.lot_attention(*x, eps=np.float32(0.5), scale=np.float64(2))
+    assert torch.equal(got, lotformer.lot_attention(*x, eps=0.5, scale=2.0))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -87,7 +87,7 @@ else:
         rest = {x: y.to(device) if isinstance(y, Tensor) else y for x, y in rest.items()}
         named = {**leaves, **rest}
         what, how = ({x: named[x] for x in kind._fields if x in named} for kind in (Transport, Solve))
-        out, _ = run(Transport(**what), Solve(**how), False)
+        out = run(Transport(**what), Solve(**how)).out
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         (out * weights.to(out)).sum().backward()
         return {"out": out.detach().cpu(), **{x: y.grad.cpu() for x, y in leaves.items()}}

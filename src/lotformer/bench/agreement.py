@@ -55,7 +55,7 @@ def _evaluate(
 ) -> dict[str, Tensor]:
     names = ("q", "k", "v", "pivots", "log_masses")
     inputs = {name: getattr(transport, name).to(dtype).requires_grad_(backward) for name in names}
-    out, _ = backend.run(transport._replace(**inputs), solve, False)
+    out = backend.run(transport._replace(**inputs), solve).out
     found = {"the output": out.detach()}
     if backward:
         gradients = torch.autograd.grad(out, list(inputs.values()), upstream.to(dtype))

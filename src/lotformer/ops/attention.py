@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import backends, reference
-from .checks import check
+from .checks import check, check_probability
+from .convergence import warn_of_a_miss
 from .coupling import Coupling
-from .problem import Solve, Solver, Transport
+from .problem import Solve, Solver, Transport, is_traced
 
 CAUSAL_REFUSAL = (
     "LOT attention cannot be causal: in a lower-triangular doubly stochastic matrix the last column has one "
@@ -65,15 +66,14 @@ def lot_attention(
             need not be formed.
         backend: None picks the fastest that can run the problem; a name forces it or raises.
         return_residual: return `(out, residual)`, with the residual `ρ (B, H)` that the backend's solve has reached:
-            a column of A misses its sum by at most `2ρ / (1 - ρ)` of it.
+            a column of A misses its sum by at most `2ρ / (1 - ρ)` of it, if ρ < 1.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `q`. Rows of padded queries, and samples without keys, are zero.
     """
     if is_causal:
         raise ValueError(CAUSAL_REFUSAL)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"`dropout_p`: expected a probability in [0, 1), got {dropout_p}.")
+    check_probability("dropout_p", dropout_p)
     transport = Transport(q, k, v, pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
     solve = Solve(eps, solver, iters, tol, scale)
     check(transport, solve)
@@ -84,11 +84,11 @@ def lot_attention(
     if dropout_p > 0:
         kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)
         transport = transport._replace(v=v * kept)
-    out, report = chosen.run(transport, solve, return_residual)
-    if report is None:
-        return out
+    result = chosen.run(transport, solve)
+    if solver == "newton" and q.device.type == "cpu" and not is_traced(q):
+        warn_of_a_miss(result.residual, solve)
     # to a type checker a tensor unpacks like a pair does; overloads would state every argument twice more
-    return cast(Tensor, (out, report.residual))
+    return cast(Tensor, (result.out, result.residual())) if return_residual else result.out
 
 
 def coupling(
@@ -113,15 +113,16 @@ def coupling(
     They are the plans of the backend that `lot_attention` would run, made from the potentials it reaches: what they
     miss is what it misses. `backend="reference"` gives plans that carry gradients.
     """
-    transport = Transport(q, k, k[..., :1], pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
+    transport = Transport(q, k, k, pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
     solve = Solve(eps, solver, iters, tol, scale)
     check(transport, solve)
+    transport = transport._replace(v=k[..., :1])  # there are no values, and backends want some
     chosen = backends.choose(transport, backend)
     if chosen is backends.REFERENCE or q.shape[2] == 0 or k.shape[2] == 0:
         query_plan, key_plan = reference.plans(transport, solve)
     else:
         with torch.no_grad():
-            query_plan, key_plan = reference.plans(transport, solve, chosen.run(transport, solve, True).report)
+            query_plan, key_plan = reference.plans(transport, solve, chosen.run(transport, solve).potentials())
     return Coupling(
         query_plan=query_plan,
         key_plan=key_plan,

@@ -29,6 +29,13 @@ def check(transport: Transport, solve: Solve) -> None:
         _check_values(transport, solve)
 
 
+def check_probability(name: str, x: float) -> None:
+    if not isinstance(x, _NUMBERS):
+        _refuse_kind(name, "a number", x)
+    if not 0 <= x < 1:
+        _refuse(name, "a probability in [0, 1)", x)
+
+
 def _refuse(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
     raise ValueError(f"`{name}`: expected {expected}, got {got}.{' ' + hint if hint else ''}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import reference
-from .problem import Report, Result, Run, Solve, Transport
+from .problem import Potentials, Result, Run, Solve, Transport
 
 
 def folding(run: Run) -> Run:
@@ -14,17 +14,21 @@ def folding(run: Run) -> Run:
     It copies the tokens, and padded queries cost as much as real ones.
     """
 
-    def run_any(transport: Transport, solve: Solve, report: bool) -> Result:
+    def run_any(transport: Transport, solve: Solve) -> Result:
         if transport.pivots.dim() == 3:
-            return run(transport, solve, report)
+            return run(transport, solve)
         batch, heads = transport.q.shape[:2]
 
         def unfold(x: Tensor) -> Tensor:
             return x.reshape(batch, heads, *x.shape[2:])
 
-        out, told = run(*_folded(transport, solve), report)
-        out = reference.zero_padding(unfold(out), transport.query_mask)
-        return Result(out, None if told is None else Report(*map(unfold, told)))
+        def potentials() -> Potentials:
+            query_g, key_g = folded.potentials()
+            return unfold(query_g), unfold(key_g)
+
+        folded = run(*_folded(transport, solve))
+        out = reference.zero_padding(unfold(folded.out), transport.query_mask)
+        return Result(out, lambda: unfold(folded.residual()), potentials)
 
     return run_any
 

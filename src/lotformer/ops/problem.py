@@ -55,28 +55,25 @@ class Solve(NamedTuple):
         return (dim**-0.5 if self.scale is None else self.scale) / self.eps
 
 
-class Report(NamedTuple):
-    """What a backend's solve came to; carries no gradients.
-
-    Attributes:
-        query_potential, key_potential: `g (B, H, R)`, up to a constant, of the two plans in `reference`.
-        residual: `(B, H)`, as defined by `reference.residual`.
-    """
-
-    query_potential: Tensor
-    key_potential: Tensor
-    residual: Tensor
+Potentials = tuple[Tensor, Tensor]
+"""`g (B, H, R)` of the queries and of the keys, up to a constant: what the plans in `reference` are made of."""
 
 
 class Result(NamedTuple):
-    """The output `(B, H, N, Dv)` of a backend, and its report if one was asked for."""
+    """The output `(B, H, N, Dv)` of a backend and what can be asked about its solve, at a price and without gradients.
+
+    Attributes:
+        residual: `ρ (B, H)`, as defined by `reference.residual`.
+        potentials: those that the backend used.
+    """
 
     out: Tensor
-    report: Report | None = None
+    residual: Callable[[], Tensor]
+    potentials: Callable[[], Potentials]
 
 
-Run = Callable[[Transport, Solve, bool], Result]
-"""How a backend is called: what, how, and whether a report is wanted."""
+Run = Callable[[Transport, Solve], Result]
+"""How a backend is called."""
 
 
 def is_traced(x: Tensor) -> bool:

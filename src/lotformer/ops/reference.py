@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import newton
-from .problem import LEAST_LOG_MASS, Report, Result, Solve, Transport
+from .problem import LEAST_LOG_MASS, Potentials, Result, Solve, Transport
 
 
 class _Side(NamedTuple):
@@ -34,7 +34,7 @@ class _Side(NamedTuple):
     log_m: Tensor  # (H, 1, R)
 
 
-def run(transport: Transport, solve: Solve, report: bool) -> Result:
+def run(transport: Transport, solve: Solve) -> Result:
     """The operator: `P (Wᵀ v)` without forming the N×M matrix."""
     t = transport
     with torch.autocast(t.q.device.type, enabled=False):
@@ -42,41 +42,40 @@ def run(transport: Transport, solve: Solve, report: bool) -> Result:
         query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
         query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
     out = mix(query_plan, key_plan, zero_padding(t.v, t.key_mask))
-    if not report:
-        return Result(out)
-    with torch.no_grad():
-        residual = torch.maximum(_column_error(queries, query_g), _column_error(keys, key_g)).to(solve_dtype(t.q))
-    return Result(out, Report(query_g[..., 0, :].detach(), key_g[..., 0, :].detach(), residual))
+    return Result(
+        out,
+        residual=lambda: _residual(queries, keys, query_g, key_g).to(solve_dtype(t.q)),
+        potentials=lambda: (query_g[..., 0, :].detach(), key_g[..., 0, :].detach()),
+    )
 
 
-def plans(transport: Transport, solve: Solve, report: Report | None = None) -> tuple[Tensor, Tensor]:
+def plans(transport: Transport, solve: Solve, potentials: Potentials | None = None) -> tuple[Tensor, Tensor]:
     """Query plan P `(B, H, N, R)` and key plan W `(B, H, M, R)`; rows of padded tokens are zero.
 
-    Those that `run` uses, or those of the backend whose report is given.
+    Those that `run` uses, or those of the given potentials.
     """
     t = transport
     with torch.autocast(t.q.device.type, enabled=False):
         queries, keys = _query_side(t, solve), _key_side(t, solve)
-        if report is None:
+        if potentials is None:
             query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
         else:
-            query_g, key_g = report.query_potential[..., None, :], report.key_potential[..., None, :]
+            query_g, key_g = (g[..., None, :] for g in potentials)
         query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
     return query_plan.to(solve_dtype(t.q)), key_plan.to(solve_dtype(t.q))
 
 
-@torch.no_grad()
-def residual(transport: Transport, solve: Solve, query_potential: Tensor, key_potential: Tensor) -> Tensor:
-    """How far the two plans of potentials `(B, H, R)` are from balanced, `ρ (B, H)`.
+def residual(transport: Transport, solve: Solve, potentials: Potentials) -> Tensor:
+    """How far the two plans of the potentials are from balanced, `ρ (B, H)`.
 
     `ρ = max_j |b_j / m_j - 1|` over the pivots of both sides, where b are the masses that `softmax_j(s + g)` sends to
-    the pivots. A key's column of A misses its sum by at most `2ρ / (1 - ρ)` of it. Pivots without a mass to speak of
-    are left out, and a sample without tokens has a residual of 0.
+    the pivots. Below 1, it bounds what a key's column of A misses of its sum: at most `2ρ / (1 - ρ)` of it. Pivots
+    without a mass to speak of are left out; a sample without queries or without keys has a residual of 0.
     """
     with torch.autocast(transport.q.device.type, enabled=False):
-        queries = _column_error(_query_side(transport, solve), query_potential[..., None, :])
-        keys = _column_error(_key_side(transport, solve), key_potential[..., None, :])
-    return torch.maximum(queries, keys).to(solve_dtype(transport.q))
+        queries, keys = _query_side(transport, solve), _key_side(transport, solve)
+        query_g, key_g = (g[..., None, :] for g in potentials)
+        return _residual(queries, keys, query_g, key_g).to(solve_dtype(transport.q))
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
@@ -125,11 +124,16 @@ def _key_plan(side: _Side, g: Tensor) -> Tensor:
     return torch.softmax(side.log_a[..., None] + side.scores + _token_potential(side, g), -2) * side.exists
 
 
-def _column_error(side: _Side, g: Tensor) -> Tensor:
-    # one more sweep would move g by log(m / b)
-    log_ratio = g - _pivot_potential(side, _token_potential(side, g))
-    counts = side.exists & (side.log_m > LEAST_LOG_MASS["newton"])
-    return torch.where(counts, torch.expm1(log_ratio).abs(), 0.0).amax((-2, -1))
+@torch.no_grad()
+def _residual(queries: _Side, keys: _Side, query_g: Tensor, key_g: Tensor) -> Tensor:
+    error = torch.maximum(_column_errors(queries, query_g), _column_errors(keys, key_g))
+    counts = queries.exists & keys.exists & (keys.log_m > LEAST_LOG_MASS["newton"])
+    return torch.where(counts, error, 0.0).amax((-2, -1))
+
+
+def _column_errors(side: _Side, g: Tensor) -> Tensor:
+    """`|b / m - 1|`, `(…, 1, R)`: one more sweep would move g by log(m / b)."""
+    return torch.expm1(g - _pivot_potential(side, _token_potential(side, g))).abs()
 
 
 def _query_side(t: Transport, s: Solve) -> _Side:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Report, Result, Solve, Transport
+from ..problem import Potentials, Result, Solve, Transport
 
 _load_error: str | None = None
 try:
@@ -20,6 +20,8 @@ MAX_WIDTH = 256
 
 STATE_NOTES = 4
 """Numbers at the end of a head's state that are about the solve, see `call.h`."""
+
+_QUERY_FORM, _KEY_FORM, _KEY_ORIGIN, _RESIDUAL = range(-STATE_NOTES, 0)
 
 _SOLVERS = {"sinkhorn": 0, "newton": 1}
 _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops each head on its own anyway
@@ -94,7 +96,7 @@ class _Options(NamedTuple):
 _COUNT = len(_Tensors._fields)
 
 
-def run(transport: Transport, solve: Solve, report: bool) -> Result:
+def run(transport: Transport, solve: Solve) -> Result:
     t = transport
     heads = t.q.shape[1]
     temperature = solve.temperature(t.q.shape[3])
@@ -120,7 +122,11 @@ def run(transport: Transport, solve: Solve, report: bool) -> Result:
         tol=_TIGHT if solve.tol is None else solve.tol,
     )
     out, state, _ = _forward(*tensors, *options)
-    return Result(out, _report(state, t, solve, options) if report else None)
+    return Result(
+        out,
+        residual=lambda: state[..., _RESIDUAL].detach(),
+        potentials=lambda: _potentials(state.detach(), t.pivots.shape[-2], options),
+    )
 
 
 # What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
@@ -160,21 +166,16 @@ def _state_size(options: _Options, rank: int) -> int:
     return (5 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
 
 
-def _report(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Report:
-    """What the state of `cpu_forward` holds, laid out in `call.h`, tells about the solve."""
-    rank = transport.pivots.shape[-2]
-    state = state.detach()
+def _potentials(state: Tensor, rank: int, options: _Options) -> Potentials:
+    """Of the last sweep, or of the exact solve, out of the state of `cpu_forward`; `call.h` says how it is laid out."""
+
+    def vector(index: int) -> Tensor:
+        return state[..., index * rank : (index + 1) * rank]
+
     if options.is_newton:
-        query_g, key_g = (
-            state[..., vector * rank :][..., :rank].double() + state[..., (vector + 1) * rank :][..., :rank]
-            for vector in (0, 2)
-        )
-    else:
-        query_g, key_g = (
-            _potential(state[..., vector * rank :][..., :rank], state[..., -STATE_NOTES + side, None])
-            for side, vector in enumerate((options.iters - 1, 2 * options.iters - 1))
-        )
-    return Report(query_g, key_g, state[..., -1])
+        return vector(0).double() + vector(1), vector(2).double() + vector(3)
+    query_form, key_form = (state[..., note, None] for note in (_QUERY_FORM, _KEY_FORM))
+    return _potential(vector(options.iters - 1), query_form), _potential(vector(2 * options.iters - 1), key_form)
 
 
 def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:

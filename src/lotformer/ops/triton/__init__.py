@@ -24,8 +24,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
 
 
-def run(transport: Transport, solve: Solve, report: bool) -> Result:
-    return op.run(transport, solve, report)
+def run(transport: Transport, solve: Solve) -> Result:
+    return op.run(transport, solve)
 
 
 def why_unavailable() -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..problem import Report, Result, Solve, Transport
+from ..problem import Potentials, Result, Solve, Transport
 from . import launch
 from .launch import Inputs, Strategy
 
@@ -20,7 +20,7 @@ _INPUTS = ", ".join(f"{_SPELLED[kind]} {name}" for name, kind in get_type_hints(
 _COUNT = len(Inputs._fields)
 
 
-def run(transport: Transport, solve: Solve, report: bool, strategy: Strategy | None = None) -> Result:
+def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) -> Result:
     """The operator. What is small (temperature, normalised masses) stays with PyTorch, which differentiates it."""
     t = transport
     _, _, n, m, rank, dim, _ = t.shape
@@ -44,11 +44,12 @@ def run(transport: Transport, solve: Solve, report: bool, strategy: Strategy | N
         tol=solve.tol,
     )
     out, query_g, key_g, _ = attention(*inputs, strategy or launch.strategy_for(n, m, rank))
-    if not report:
-        return Result(out)
-    # the keys' last slot holds the closing half-step, which normalises the columns
-    query_g, key_g = query_g[:, :, -1].detach(), key_g[:, :, -2].detach()
-    return Result(out, Report(query_g, key_g, reference.residual(t, solve, query_g, key_g)))
+
+    def potentials() -> Potentials:
+        # the keys' last slot holds the closing half-step, which normalises the columns
+        return query_g[:, :, -1].detach(), key_g[:, :, -2].detach()
+
+    return Result(out, lambda: reference.residual(t, solve, potentials()), potentials)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,30 @@
+"""A solve that did not converge is not passed over in silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .problem import Solve
+
+_TOLERATED = 1e-3  # whatever was asked for, columns this close to their sums are no reason to worry
+_warned = False
+
+
+def warn_of_a_miss(residual: Callable[[], Tensor], solve: Solve) -> None:
+    """Warn, once per process, if the residual `(B, H)` of an exact solve is far above its tolerance."""
+    global _warned
+    if _warned:
+        return
+    worst = max(residual().reshape(-1).tolist(), key=lambda x: (x != x, x), default=0.0)  # NaN is the worst
+    wanted = 1e-6 if solve.tol is None else solve.tol
+    if not worst <= max(100 * wanted, _TOLERATED):
+        _warned = True
+        warnings.warn(
+            f"LOT attention reached a residual of {worst:.1e}, not the {wanted:.1e} that was asked for: the columns of "
+            "A do not all sum to what they should. Raise `eps`, normalise queries and keys, or pass them in float64; "
+            "`return_residual=True` tells how far each head got. This is said once.",
+            stacklevel=4,
+        )
