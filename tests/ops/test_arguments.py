@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import lotformer
-from lotformer.ops import cpu, newton
 from lotformer.ops.cpu import op
-from lotformer.ops.problem import LEAST_LOG_MASS, SOLVERS, Solve, Transport
+from lotformer.ops.problem import Solve, Transport
 from support.cpu_kernel import needs_kernel
 
 

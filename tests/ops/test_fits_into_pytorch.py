@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import nn
 
 import lotformer
 from support.problems import lengths_mask, make_inputs
@@ -49,6 +50,18 @@ def test_exports_with_a_dynamic_sequence(solver, pivots):
     for n in (5, 31):
         x = torch.randn(2, n, 16)
         torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key_masses", ["linear", "query-aware"])
+def test_a_converted_encoder_exports_with_as_many_tokens_as_heads(key_masses):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    lotformer.convert(encoder, rank=4, key_masses=key_masses)
+    length = torch.export.Dim("length", min=2, max=512)
+    program = torch.export.export(encoder, (torch.randn(2, 17, 16),), dynamic_shapes=({1: length},))
+    for n in (4, 9):
+        x = torch.randn(2, n, 16)
+        torch.testing.assert_close(program.module()(x), encoder(x), rtol=1e-4, atol=1e-5)
 
 
 def test_runs_in_onnxruntime_with_a_dynamic_sequence():

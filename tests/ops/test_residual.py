@@ -1,4 +1,4 @@
-"""What a solve has reached is known: the operator returns it, couplings describe the running backend, misses are told."""
+"""What a solve reaches is known: the operator returns it, couplings describe the running backend, misses are told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lotformer
+from lotformer.attention.lot import LOT
 from lotformer.ops import convergence
 from support.cpu_kernel import needs_kernel
 from support.problems import lengths_mask, make_inputs
@@ -47,7 +48,9 @@ def test_a_coupling_describes_the_backend_in_force(solver, backend):
     x = make_inputs(2, 3, 33, 21, rank=5, dtype=torch.float32)
     options = {"eps": 0.2, "solver": solver, "iters": 2, "query_mask": lengths_mask([33, 20], 33)}
     plan = lotformer.coupling(*x.without_values, **options, backend=backend)
-    assert repr(plan) == f"Coupling(33×21 of rank ≤ 5, 2 samples × 3 heads, {plan.query_plan.dtype}, backend={backend!r})"
+    assert (
+        repr(plan) == f"Coupling(33×21 of rank ≤ 5, 2 samples × 3 heads, {plan.query_plan.dtype}, backend={backend!r})"
+    )
     out, residual = lotformer.lot_attention(*x, **options, backend=backend, return_residual=True)
     torch.testing.assert_close(plan.apply(x.v).to(out), out, rtol=1e-4, atol=1e-5)
     assert (plan.residual() <= bound(residual) + 1e-5).all()
@@ -60,6 +63,13 @@ def test_a_coupling_is_the_kernels_unless_gradients_are_wanted():
     assert lotformer.coupling(*make_inputs(1, 2, 12).without_values).backend == "reference"  # float64
     plan = lotformer.coupling(*x.without_values, backend="reference")
     assert torch.autograd.grad(plan.dense().square().sum(), x.q)[0].any()
+
+
+@needs_kernel
+def test_a_mechanism_describes_the_backend_it_runs():
+    q, k = torch.randn(2, 1, 2, 9, 8)
+    for backend, running in ((None, "cpu"), ("reference", "reference")):
+        assert LOT(8, 2, rank=4, backend=backend).coupling(q, k).backend == running
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -201,7 +201,8 @@ class LOT(Attention):
     ) -> Coupling:
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix."""
         self._check(q, k, k, key_mask, query_mask)
-        return coupling(self._body(q), self._body(k), **self._measures(q, k, key_mask, query_mask))
+        measures = self._measures(q, k, key_mask, query_mask)
+        return coupling(self._body(q), self._body(k), **measures, backend=self.backend)
 
     @property
     def is_matrix(self) -> bool:

@@ -124,8 +124,8 @@ def run(transport: Transport, solve: Solve) -> Result:
     out, state, _ = _forward(*tensors, *options)
     return Result(
         out,
-        residual=lambda: state[..., _RESIDUAL].detach(),
-        potentials=lambda: _potentials(state.detach(), t.pivots.shape[-2], options),
+        residual=lambda: state.select(-1, _RESIDUAL),
+        potentials=lambda: _potentials(state, t.pivots.shape[-2], options),
     )
 
 
