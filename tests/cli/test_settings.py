@@ -63,8 +63,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_p
 def test_the_help_shows_each_fields_text_default_and_bound():
     code, said, _ = run("--help")
     assert code == 0
-    for part in ("Train something", "--config", "Steps to train for", "default: 1000", "x>=1", "cosine|constant",
-                 "16, 32", "--no-ema", "--out"):  # fmt: skip
+    for part in ("Train something", "--config", "Steps to train for", "default: 1000", "x>=1",
+                 "One of cosine, constant.", "16, 32", "--no-ema", "--out"):  # fmt: skip
         assert part in said, part
 
 

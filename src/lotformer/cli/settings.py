@@ -14,7 +14,8 @@ import typer
 
 from .._settings import Settings, fields, load, make, optional, read_toml
 
-_CONFIG = typer.Option(help="TOML file with any of these settings; options on the command line win.")
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}  # short, so that help has room at 80 columns
+_CONFIG = typer.Option(metavar="PATH", help="TOML file with any of these settings; options on the command line win.")
 
 
 Values = Mapping[str, Any]
@@ -89,21 +90,16 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 def _option(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
     bare, may_be_none = optional(kind)
     default: Any = field.default
-    metavar = None
+    help = field.metadata.get("help")
+    metavar = _METAVARS.get(bare)
+    bounds: dict[str, Any] = {"min": field.metadata.get("at_least"), "max": field.metadata.get("at_most")}
     if typing.get_origin(bare) is tuple:
-        default, metavar, bare = ", ".join(map(str, default)) if default else None, "A,B,…", str
+        default, metavar, bare, bounds = ", ".join(map(str, default)) if default else None, "A,B,…", str, {}
     elif typing.get_origin(bare) is Literal:
-        metavar, bare = "|".join(typing.get_args(bare)), str
-    low, high = field.metadata.get("at_least"), field.metadata.get("at_most")
-    numeric = bare in (int, float) and typing.get_origin(optional(kind)[0]) is not tuple
-    info = typer.Option(
-        help=field.metadata.get("help"),
-        metavar=metavar,
-        min=low if numeric else None,
-        max=high if numeric else None,
-    )
+        help, metavar, bare, bounds = f"{help} One of {', '.join(typing.get_args(bare))}.", "NAME", str, {}
     if default is None or may_be_none:
         bare = bare | None
+    info = typer.Option(help=help, metavar=metavar, **bounds)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bare, info]
     )
