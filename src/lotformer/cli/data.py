@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..data.folder import VARIABLE, data_folder
-
-if TYPE_CHECKING:
-    from ..data.longrange.prepare import Source
-    from ..data.longrange.store import PreparedSet
-
-SETS = "longrange"
-"""Folder of the prepared sets in the data folder."""
+from .terminal import one_clear_error, progress_bar, say
 
 app = typer.Typer(help="Prepare the sets that training reads.", no_args_is_help=True)
 
@@ -48,30 +41,14 @@ def prepare(
 
     Work that was interrupted is continued; a set that is already there is checked and kept.
     """
-    from ..data.longrange.tasks import source
+    from ..data.longrange.tasks import prepared, source
 
     console = Console()
     for task in tasks:
-        try:
-            folder = data_folder(data_dir)
+        with one_clear_error(console, f"Cannot prepare {task}"):
+            folder = data_folder(data_dir, "the public sets; generated ones need an empty one")
             chosen = source(task, folder, seed=seed, brackets=brackets, released=released)
-            prepared = with_progress(console, chosen, folder / SETS, workers)
-        except (ValueError, OSError, ImportError) as error:
-            console.print(f"[red]Cannot prepare {escape(task)}:[/] {escape(str(error))}", soft_wrap=True)
-            raise typer.Exit(1) from error
-        sizes = ", ".join(f"{split} {len(prepared[split]):,}" for split in prepared.splits)
-        console.print(f"{task}: {sizes}; fingerprint {prepared.fingerprint}; {prepared.folder}", soft_wrap=True)
-
-
-def with_progress(console: Console, source: Source, root: Path, workers: int | None = None) -> PreparedSet:
-    """The prepared set of a source, with a progress bar while it is made."""
-    from ..data.longrange.prepare import prepare as make
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(f"preparing {source.task}")
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        return make(source, root, workers=workers, listener=show)
+            with progress_bar(console) as listen:
+                made = prepared(chosen, folder, workers=workers, listener=partial(listen, f"preparing {task}"))
+        sizes = ", ".join(f"{split} {len(made[split]):,}" for split in made.splits)
+        say(console, f"{task}: {sizes}; fingerprint {made.fingerprint}; {made.folder}")

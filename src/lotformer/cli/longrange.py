@@ -34,7 +34,7 @@ def train_lra(
     What is not given comes from the recipe for the task: the paper's learning rate, ε and mass temperature, or
     Skyformer's protocol.
     """
-    from ..experiments.longrange.task import LongRange, build_model, prepared
+    from ..experiments.longrange.task import LongRange, build_model, prepared_sets
     from .training import train_with_progress
 
     console = Console()
@@ -42,7 +42,9 @@ def train_lra(
         build_model(settings)  # what cannot be built is said before sets are prepared
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
-            sets = prepared(settings, folder, lambda done, total: listen(f"preparing {settings.task}", done, total))
+            sets = prepared_sets(
+                settings, folder, lambda done, total: listen(f"preparing {settings.task}", done, total)
+            )
         task = LongRange(settings, sets)
         train_with_progress(task, out, resume=resume)
         assert task.model is not None

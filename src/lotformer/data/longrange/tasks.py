@@ -9,8 +9,9 @@ from pathlib import Path
 from . import image, text
 from .listops import SYMBOLS, ListOps, ListOpsFiles
 from .pathfinder import Pathfinder, PathfinderFiles
-from .prepare import Source
+from .prepare import Listener, Source, prepare
 from .retrieval import FilmPairs, PaperPairs
+from .store import PreparedSet
 from .text import ReviewFiles
 
 
@@ -68,6 +69,13 @@ def source(task: str, folder: Path, *, seed: int = 0, brackets: bool = True, rel
         urls = _first(places, Path("train/urls_pos.txt"), "the film addresses of IMDB's archive")
         return FilmPairs(ReviewFiles(folder / "aclImdb"), urls, seed)
     raise ValueError(f"unknown task {task!r}: known are {', '.join(TASKS)}.")
+
+
+def prepared(
+    chosen: Source, folder: Path, *, workers: int | None = None, listener: Listener = lambda done, total: None
+) -> PreparedSet:
+    """The set of a source, kept in the data folder beside the public ones; made now unless it is there."""
+    return prepare(chosen, folder / "longrange", workers=workers, listener=listener)
 
 
 def _release(folder: Path, name: str, contents: str) -> Path:

@@ -141,14 +141,14 @@ def run(
     Raises:
         ValueError: `out` holds cells made from something else.
     """
-    from .task import LongRange, prepared  # late: it brings the models and the loop, which rendering does not need
+    from .task import LongRange, prepared_sets  # late: it brings the models and the loop, which rendering does not need
 
     require_writable(out)
     cells = []
     for task in settings.tasks:
         folder = CellFolder(out / task, Cell, NAME, command)
         first = settings.run(task, settings.rows[0], settings.seeds[0])
-        sets = prepared(first, data, partial(listen, f"preparing {task}"))
+        sets = prepared_sets(first, data, partial(listen, f"preparing {task}"))
         source = Source(sets.folder.name, sets.fingerprint)
         for row in settings.rows:
             for seed in settings.seeds:

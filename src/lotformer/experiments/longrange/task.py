@@ -16,18 +16,15 @@ from torch import Tensor, nn
 from ..._settings import name_value_pairs
 from ...attention.lot import LOT
 from ...data.longrange.batches import Batch, by_length, collate
-from ...data.longrange.prepare import Listener, prepare
+from ...data.longrange.prepare import Listener
 from ...data.longrange.store import PreparedSet, Split
-from ...data.longrange.tasks import TASKS, source
+from ...data.longrange.tasks import TASKS, prepared, source
 from ...models.longrange import LongRangeEncoder
 from ...training.loader import LoaderStream
 from ...training.stream import TrainingStream
 from ...training.task import Sums
 from ...training.teams import Process
 from .settings import LongRangeSettings
-
-SETS = "longrange"
-"""Folder of the prepared sets in the data folder."""
 
 
 class LongRange:
@@ -143,11 +140,11 @@ def build_model(settings: LongRangeSettings) -> LongRangeEncoder:
         raise ValueError(f"attention_options do not suit {settings.attention!r}: {error}") from error
 
 
-def prepared(
-    settings: LongRangeSettings, folder: Path, listener: Listener = lambda done, total: None, workers: int | None = None
+def prepared_sets(
+    settings: LongRangeSettings, folder: Path, listener: Listener = lambda done, total: None
 ) -> PreparedSet:
     """The sets of the task in a data folder, made now unless they are there."""
     chosen = source(
         settings.task, folder, seed=settings.data_seed, brackets=settings.brackets, released=settings.released
     )
-    return prepare(chosen, folder / SETS, listener=listener, workers=workers)
+    return prepared(chosen, folder, listener=listener)
