@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,26 @@ def test_train_then_evaluate(folder: Path, tmp_path: Path) -> None:
     assert "expects shares between 0 and 1" in fail(
         "eval", "vision", "--checkpoint", tmp_path / "run" / "best.pt", "--data", folder, "--drop", "half"
     )
+
+
+def test_a_fresh_process_can_train(folder: Path, tmp_path: Path) -> None:
+    """Nothing that other tests have imported makes timm importable here."""
+    code = "from lotformer.cli import app; app()"
+    words = [
+        "train",
+        "vision",
+        "--data",
+        folder,
+        *SMALL,
+        "--batch-size",
+        "6",
+        "--steps",
+        "1",
+        "--out",
+        tmp_path / "run",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:

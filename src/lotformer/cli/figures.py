@@ -13,6 +13,7 @@ from ..experiments import coupling_figure
 from ..results import figures as results_figures
 from ..results.tables import Table
 from .terminal import one_clear_error, say, show_table
+from .vision import cls_maps_figure, clusters_figure
 
 app = typer.Typer(help="Draw the paper's figures.", no_args_is_help=True)
 
@@ -44,3 +45,7 @@ def coupling(
         columns = ("ε", "r", "transport cost", "residual, newton", "residual, 5 sweeps")
         show_table(console, Table("", columns, rows, left=0))
         say(console, f"Wrote {', '.join(map(str, coupling_figure.draw(scene, out)))}")
+
+
+app.command("cls-maps")(cls_maps_figure)
+app.command("clusters")(clusters_figure)

@@ -153,7 +153,7 @@ def _ablation(
 ) -> None:
     console = Console()
     with one_clear_error(console, "Cannot run the experiment"):
-        folder = data or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
+        folder = _images_folder(data)
         chosen = [name.strip() for name in rows.split(",")] if rows else list(experiment.ROWS)
         for name in chosen:
             if name not in experiment.ROWS:
@@ -162,3 +162,65 @@ def _ablation(
         with progress_bar(console) as listen:
             ablation.run(experiment.NAME, picked, folder, out, settings, seeds, listen, command_line())
         publish(console, experiment.render(out), out)
+
+
+Indices = Annotated[
+    str | None, typer.Option(help="Numbers of the validation images to show; five spread over the set if not given.")
+]
+Pictures = Annotated[Path, typer.Option(help="Folder for the pictures.")]
+
+
+def cls_maps_figure(
+    ladder_folder: Annotated[
+        Path, typer.Option("--ladder", help="Folder of `lotformer experiment vision-ladder`.")
+    ] = Path("out/vision-ladder"),
+    ranks_folder: Annotated[
+        Path, typer.Option("--ranks", help="Folder of `lotformer experiment rank-ablation`.")
+    ] = Path("out/rank-ablation"),
+    data: Images = None,
+    images: Indices = None,
+    out: Pictures = Path("out/cls-maps"),
+) -> None:
+    """Figure 2: what the class token reads, by number of pivots and by how it is treated.
+
+    Drawn from the weights that both experiments leave behind.
+    """
+    from ..experiments.vision import pictures
+
+    console = Console()
+    with one_clear_error(console, "Cannot draw the figure"):
+        folder = _images_folder(data)
+        chosen = _indices(images, folder)
+        for name, checkpoints in pictures.panels(ladder_folder, ranks_folder).items():
+            files = pictures.draw_cls_maps(name, checkpoints, folder, out, chosen, command_line())
+            say(console, f"Wrote {', '.join(map(str, files))}")
+
+
+def clusters_figure(
+    checkpoint: Annotated[Path, typer.Option(help="The best.pt of a ViT with LOT attention.")],
+    data: Images = None,
+    images: Indices = None,
+    head: Annotated[int, typer.Option(min=0, help="Head of the last block to look at.")] = 0,
+    out: Pictures = Path("out/clusters"),
+) -> None:
+    """Which patches each pivot gathers: the soft clusters of the last block, over the image."""
+    from ..experiments.vision import pictures
+
+    console = Console()
+    with one_clear_error(console, "Cannot draw the figure"):
+        folder = _images_folder(data)
+        files = pictures.draw_clusters(checkpoint, folder, out, _indices(images, folder), command_line(), head=head)
+        say(console, f"Wrote {', '.join(map(str, files))}")
+
+
+def _images_folder(given: Path | None) -> Path:
+    return given or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
+
+
+def _indices(text: str | None, folder: Path) -> list[int]:
+    from ..experiments.vision.pictures import spread
+
+    try:
+        return [int(part) for part in text.split(",")] if text else spread(folder, 5)
+    except ValueError:
+        raise ValueError(f"--images expects numbers separated by commas, got {text!r}.") from None
