@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .._files import require_writable, write_json
-from ..bench import against_sdpa, memory, roofline, runtime, solvers, zoo
+from ..bench import against_sdpa, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
 from ..results.provenance import Provenance, provenance
@@ -78,6 +78,20 @@ def solvers_command(settings: solvers.SolverSettings, out: Out = None) -> None:
 def roofline_command(settings: roofline.RooflineSettings, out: Out = None) -> None:
     """Compare the flops per second of LOT with those of a matrix product, measured in turns."""
     measure(roofline, settings, out)
+
+
+@app.command("model")
+@with_settings(model.ModelSettings)
+def model_command(settings: model.ModelSettings, out: Out = None) -> None:
+    """Time inference and a training step of DeiT-Tiny, with LOT and with fused softmax, as images grow."""
+    measure(model, settings, out)
+
+
+@app.command("vision-models")
+@with_settings(vision_models.VisionModelsSettings)
+def vision_models_command(settings: vision_models.VisionModelsSettings, out: Out = None) -> None:
+    """Count parameters and multiply-adds of the paper's vision models."""
+    measure(vision_models, settings, out)
 
 
 @with_settings(zoo.ZooSettings)

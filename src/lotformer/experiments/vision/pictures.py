@@ -54,7 +54,16 @@ def draw_cls_maps(
     for axis, title in zip(axes[0], ("image", *models), strict=True):
         axis.set_title(title, fontsize=9)
     picture = _save(figure, out / f"{name}.png")
-    return [picture, _about(name, command, models, out, "What [CLS] reads in the last block, mean over heads.")]
+    return [
+        picture,
+        _about(
+            name,
+            command,
+            models,
+            out,
+            "What [CLS] reads in the last block, mean over heads; every map from zero to its own largest value.",
+        ),
+    ]
 
 
 def draw_clusters(
@@ -80,7 +89,10 @@ def draw_clusters(
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=9)
     picture = _save(figure, out / "clusters.png")
-    told = f"Mass that pivots send to patches in the last block, head {head} of {rank} pivots; the sharpest are shown."
+    told = (
+        f"Mass that pivots send to patches in the last block, head {head}. Of {rank} pivots the sharpest are shown, "
+        "each from zero to its own largest value."
+    )
     return [picture, _about("clusters", command, {"model": trained}, out, told)]
 
 
@@ -116,7 +128,8 @@ def _lay(axis: Any, values: np.ndarray, colours: str, most: float) -> None:
 
 
 def _grey(photo: np.ndarray) -> np.ndarray:
-    return np.repeat(photo.mean(2, keepdims=True), 3, 2)
+    """A pale background of equal contrast for all maps."""
+    return np.repeat(0.3 + 0.6 * photo.mean(2, keepdims=True), 3, 2)
 
 
 def _show(axis: Any, photo: np.ndarray) -> None:
@@ -125,11 +138,14 @@ def _show(axis: Any, photo: np.ndarray) -> None:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    drawn = io.BytesIO()
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
     figure.tight_layout(pad=0.3)
-    figure.savefig(drawn, format="png", dpi=110)
+    figure.savefig(drawn, format="png", dpi=100)
     pyplot().close(figure)
-    write_bytes(drawn.getvalue(), path)
+    Image.open(drawn).convert("RGB").quantize(256).save(small, format="png", optimize=True)  # a third of the size
+    write_bytes(small.getvalue(), path)
     return path
 
 

@@ -1,0 +1,32 @@
+"""Benchmarks of whole vision models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from lotformer.cli import app
+
+
+def test_the_step_of_a_model_is_timed_and_profiled(tmp_path: Path) -> None:
+    words = ["bench", "model", "--sizes", "32", "--seconds", "0.01", "--rank", "4", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    points = json.loads((tmp_path / "result.json").read_text())["points"]
+    assert [point["model"] for point in points] == ["lot_deit_tiny_patch16_224", "deit_tiny_patch16_224"]
+    for point in points:
+        assert 0 < point["inference_ms"] < point["step_ms"]
+        assert point["tokens"] == 5
+        assert 0 < point["profile"]["attn"] + point["profile"]["mlp"] < 1
+
+
+def test_vision_models_stand_beside_the_papers(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "vision-models", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    counts = {count["name"]: count for count in json.loads((tmp_path / "result.json").read_text())["counts"]}
+    assert round(counts["lot_deit_tiny_patch16_224"]["parameters"] / 1e6, 1) == 5.8
+    positions = 2 * (3136 * 64 + 784 * 128 + 196 * 320 + 50 * 512)
+    assert round((counts["lot_pvt_tiny"]["parameters"] + positions) / 1e6, 1) == 12.2
+    assert "lot_swin_tiny" in (tmp_path / "table.md").read_text()
