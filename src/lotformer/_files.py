@@ -23,18 +23,24 @@ def write_text(text: str, path: Path) -> None:
 
 
 def write_bytes(content: bytes, path: Path) -> None:
-    """Write beside the old file, then rename: a reader never sees half of it, nor do two writers mix.
+    with new_file(path) as draft, open(draft, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path beside the old file to write to; it takes its place when the block ends, and is dropped if that fails.
+
+    A reader never sees half a file, nor do two writers mix. Other libraries may write it: it gets the permissions of
+    the umask all the same.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(path)
     try:
-        with open(draft, "xb") as file:  # not tempfile, whose files only their owner may read
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield draft
+        draft.chmod(_mode(path.parent))
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -53,7 +59,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     draft.mkdir()
     try:
         yield draft
-        _apply_umask(draft)
+        mode = _mode(draft)
+        for file in draft.rglob("*"):
+            if file.is_file():
+                file.chmod(mode)
         old = _draft(path)
         if path.exists():
             path.rename(old)
@@ -82,11 +91,11 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _apply_umask(folder: Path) -> None:
-    probe = folder / ".mode"
-    probe.touch(0o666)  # asking the umask would mean changing it, for all threads
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+def _mode(folder: Path) -> int:
+    """The permissions of a new file; asking the umask itself would mean changing it, for all threads."""
+    probe = folder / f".mode-{secrets.token_hex(4)}"
+    probe.touch(0o666)
+    try:
+        return probe.stat().st_mode & 0o777
+    finally:
+        probe.unlink()

@@ -28,6 +28,7 @@ from lotformer.data.text import embed
 from lotformer.demo import page
 from lotformer.demo.run import DemoResult, Heads, Stage
 from lotformer.demo.speed import Speed, compare_speed
+from support.full_disk import full_disk, needs_limits
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree"]
 
@@ -162,19 +163,13 @@ class TestConvertCommand:
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
         assert set(modes.values()) == {0o640}, modes
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="a limit on file sizes stands for a full disk")
+    @needs_limits
     def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(self, checkpoint, tmp_path):
         out = tmp_path / "out"
         assert run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)[0] == 0
         before = (out / "model.safetensors").read_bytes()
-        import resource  # not on Windows
-
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
-        try:
+        with full_disk():
             code, said = run(checkpoint, "--out", out, "--rank", 5, "--steps", 0, "--force")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == 1
         assert f"Cannot convert {checkpoint}: " in said
         assert "Traceback" not in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import transformers
 import lotformer
 from lotformer import conversion
 from lotformer.conversion.hosts.sites import converted
+from support.full_disk import full_disk, needs_limits
 from support.small_models import SMALL, output
 
 HUGGING_FACE = [name for name in SMALL if name not in ("timm-vit", "torch-encoder")]
@@ -126,6 +129,29 @@ class TestPlainModules:
         conversion.load(again, tmp_path / "model.safetensors")
         assert conversion.recipe(again) == conversion.recipe(model)
         assert torch.equal(output(again, batch), output(model, batch))
+
+
+class TestWriting:
+    def test_the_file_has_the_users_permissions(self, tmp_path):
+        model = SMALL["torch-encoder"].build()
+        lotformer.convert(model, rank=3)
+        before = os.umask(0o027)
+        try:
+            conversion.save(model, tmp_path / "model.safetensors")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
+
+    @needs_limits
+    def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(self, tmp_path):
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(b"old")
+        model = SMALL["torch-encoder"].build()
+        lotformer.convert(model, rank=3)
+        with full_disk(), pytest.raises(OSError, match=r"model.safetensors could not be written: .*too large"):
+            conversion.save(model, path)
+        assert path.read_bytes() == b"old"
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 class TestUnreadable:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lotformer._files import new_folder, require_writable, write_json, write_text
+from lotformer._files import new_file, new_folder, require_writable, write_json, write_text
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
@@ -25,6 +25,12 @@ def mode(path: Path) -> int:
 def test_files_have_the_permissions_of_the_umask(umask, tmp_path):
     write_text("x", tmp_path / "a" / "file.txt")
     assert mode(tmp_path / "a" / "file.txt") == 0o666 & ~umask
+
+
+def test_so_has_a_file_that_others_wrote(umask, tmp_path):
+    with new_file(tmp_path / "weights") as draft:
+        draft.touch(0o600)
+    assert mode(tmp_path / "weights") == 0o666 & ~umask
 
 
 def test_so_have_files_that_others_wrote_into_a_folder(umask, tmp_path):

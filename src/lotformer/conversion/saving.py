@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .._files import new_file
 from . import hosts
 from .api import choose
 from .hosts.sites import MECHANISM, converted
@@ -21,10 +22,20 @@ _KEY = "lotformer"
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write a converted model's weights and recipe to one safetensors file."""
+    """Write a converted model's weights and recipe to one safetensors file.
+
+    Raises:
+        OSError: it cannot be written (disk full, folder read-only); an older file is as it was.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
-    save_model(model, str(path), metadata={_KEY: recipe(model).to_json()})
+    metadata = {_KEY: recipe(model).to_json()}
+    try:
+        with new_file(Path(path)) as draft:
+            save_model(model, str(draft), metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}.") from error
 
 
 def load(model: nn.Module, path: str | Path) -> None:
