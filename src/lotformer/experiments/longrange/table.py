@@ -112,7 +112,7 @@ class Point:
 class Cell:
     """One run. `accuracy` is on the test set with the last weights; nothing is selected by it.
 
-    `residual` is the largest over the layers of LOT on a batch: how far columns are from their masses.
+    `residual` is the worst relative deviation of a column sum from its mass in any layer of LOT, on one batch.
     """
 
     task: str
@@ -236,6 +236,7 @@ def render(folder: Path) -> Report:
     notes = (
         "Short budgets: these are not the paper's 50,000 steps, and are comparable only with each other.",
         "Accuracy on the test set with the last weights, mean ± standard deviation over seeds; nothing is selected.",
+        "Column residual: the worst relative deviation of a column sum of LOT's attention matrix from one.",
         *(f"{text}." for text in budgets),
     )
     return Report(commands, (_accuracies(cells), _costs(cells)), notes, lambda place: draw(cells, place))
