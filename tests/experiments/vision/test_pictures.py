@@ -83,8 +83,14 @@ def test_pictures_are_drawn_from_checkpoints(tmp_path: Path) -> None:
     train(Vision(settings, open_sets(settings)), tmp_path / "run")
     weights = tmp_path / "run" / "best.pt"
     indices = pictures.spread(folder, 2)
-    files = pictures.draw_cls_maps("maps", {"a": weights, "b": weights}, folder, tmp_path, indices, "the command")
+    checkpoints = {"a": weights, "not trained yet": tmp_path / "nothing.pt", "b": weights}
+    files = pictures.draw_cls_maps("maps", checkpoints, folder, tmp_path, indices, "the command")
     files += pictures.draw_clusters(weights, folder, tmp_path, indices, "the command", pivots=2)
     assert [file.name for file in files] == ["maps.png", "maps.md", "clusters.png", "clusters.md"]
     assert Image.open(files[0]).width > 200
-    assert "`the command`" in files[1].read_text()
+    about = files[1].read_text()
+    assert "`the command`" in about
+    assert "not trained yet" not in about
+    panel = pictures.panels(tmp_path, tmp_path)["cls-maps-ranks"]
+    with pytest.raises(FileNotFoundError, match=r"no weights for cls-maps-ranks.*run vision-ladder"):
+        pictures.draw_cls_maps("cls-maps-ranks", panel, folder, tmp_path, indices, "")

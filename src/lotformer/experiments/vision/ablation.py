@@ -149,17 +149,18 @@ def top1(found: Sequence[Record]) -> str:
 
 
 def budget_notes(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
-    """What was spent, on what, and where: one line per different answer."""
-    lines: dict[str, None] = {}
-    for record in (record for made in found.values() for record in made):
-        told = record.origin.settings
-        lines[
-            f"Short budget: {told['epochs']:g} epochs ({record.cell.steps} steps of {told['batch_size']} images) of "
-            f"{record.origin.sources['images'].name} at {told['image_size']} px; {told['model']} with "
-            f"{told['depth']} blocks and patches of {told['patch_size']} px; AdamW, lr {told['lr']:g}, cosine, random "
-            f"crops (≥ {told['crop_scale']:g}) and flips. {record.provenance.where()}."
-        ] = None
-    return tuple(lines)
+    """What was spent and on what, and where: one line per different answer."""
+    made = [record for row in found.values() for record in row]
+    told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in made]
+    budgets = [
+        f"Short budget: {s['epochs']:g} epochs ({steps} steps of {s['batch_size']} images) of {images} at "
+        f"{s['image_size']} px; {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} px, rank "
+        f"{s['rank']} where it is not varied; AdamW, lr {s['lr']:g}, cosine, random crops (≥ {s['crop_scale']:g}) and "
+        "flips."
+        for s, images, steps in told
+    ]
+    places = [f"{record.provenance.where()}." for record in made]
+    return tuple(dict.fromkeys([*budgets, *places]))
 
 
 def commands(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:

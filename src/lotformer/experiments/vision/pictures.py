@@ -39,8 +39,17 @@ def panels(ladder: Path, ranks: Path) -> dict[str, dict[str, Path]]:
 def draw_cls_maps(
     name: str, checkpoints: Mapping[str, Path], data: Path, out: Path, images: Sequence[int], command: str
 ) -> list[Path]:
-    """A picture with a row for each image and a column for each model, and a page that says how it was made."""
-    models = {title: load_trained(path) for title, path in checkpoints.items()}
+    """A picture with a row for each image and a column for each model, and a page that says how it was made.
+
+    Models that are not trained yet are left out.
+
+    Raises:
+        FileNotFoundError: none is.
+    """
+    models = {title: load_trained(path) for title, path in checkpoints.items() if path.is_file()}
+    if not models:
+        where = next(iter(checkpoints.values()))
+        raise FileNotFoundError(f"no weights for {name}, e.g. {where}: run vision-ladder and rank-ablation first.")
     shown = _Shown(data, images, next(iter(models.values())))
     maps = {title: cls_maps(trained.model, shown.pixels) for title, trained in models.items()}
     plt = pyplot()
