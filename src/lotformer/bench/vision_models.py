@@ -92,7 +92,7 @@ def render(folder: Path) -> Report:
         "2·(3136·64 + 784·128 + 196·320 + 50·512) = 0.78 M parameters, with which it would have 12.22 M. They would "
         "tie it to one size of images.",
         "The paper's multiply-adds of DeiT lie above those of softmax. Counted as here, 197 tokens and 32 pivots need "
-        "fewer than softmax (four products of N·r·D against two of N²·D), so the paper probably counts more than products.",
+        "fewer than softmax (four products of N·r·D against two of N²·D), so the paper probably counts more.",
         f"{result.provenance.where()}.",
     )
     return Report((result.provenance.command,), (Table("", columns, tuple(rows)),), notes)

@@ -39,6 +39,6 @@ def render(folder: Path) -> Report:
     notes = (
         *budget_notes(found),
         "In brackets: the paper, DeiT-Tiny on ImageNet-1K and 4 GPUs. Times are of one training step of the whole "
-        "model, best of several.",
+        "model, best of several, and of little worth where the machine was shared.",
     )
     return Report(commands(found), (Table("Pivots, accuracy and time of a step", columns, tuple(rows)),), notes)
