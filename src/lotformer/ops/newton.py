@@ -26,6 +26,7 @@ differentiable `b` and `m` with `H` held constant, has the right value and the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,18 +67,19 @@ def potential(s: Tensor, a: Tensor, log_m: Tensor, *, tol: float | None) -> Tens
     """
     s, a, log_m = (x.to(precision(s)) for x in (s, a, log_m))
     a, log_m = a.expand(s.shape[:-1]), log_m.expand(*s.shape[:-2], 1, s.shape[-1])[..., 0, :]
+    exporting = torch.compiler.is_exporting()
     # the two plans share the error of the glued coupling: each gets less than half
-    tol = None if tol is None or torch.compiler.is_compiling() else tol / 3
-    g = _solve(s.detach(), a.detach(), log_m.detach(), tol)
-    return _with_implicit_gradient(g, s, a, log_m)[..., None, :]
+    tol = None if tol is None or (torch.compiler.is_compiling() and not exporting) else tol / 3
+    g = (_solve_portably if exporting else _solve)(s.detach(), a.detach(), log_m.detach(), tol)
+    return _with_implicit_gradient(g, s, a, log_m, portable=exporting)[..., None, :]
 
 
-def _with_implicit_gradient(g: Tensor, s: Tensor, a: Tensor, log_m: Tensor) -> Tensor:
+def _with_implicit_gradient(g: Tensor, s: Tensor, a: Tensor, log_m: Tensor, *, portable: bool) -> Tensor:
     plan = torch.softmax(s + g[..., None, :], -1)
     b = (a[..., None] * plan).sum(-2)
     with torch.no_grad():
-        factor, weight = _factorise(_laplacian(plan, a), b, _GRADIENT_RIDGE[s.dtype])
-    step = _apply_inverse(factor, weight, (b - log_m.exp())[..., None])[..., 0]
+        apply_inverse = _inverse(_laplacian(plan, a), b, _GRADIENT_RIDGE[s.dtype], portable=portable)
+    step = apply_inverse((b - log_m.exp())[..., None])[..., 0]
     transformed = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
     if step.requires_grad and not transformed:
         step.register_hook(_refuse_second_derivative)
@@ -104,42 +106,105 @@ class _Look(NamedTuple):
     tangent: Tensor  # dg/dβ along the path of solutions
 
 
+class _Walk(NamedTuple):
+    """How far the solve has come. Potentials `(..., R)`, and one number per problem `(...)`."""
+
+    g: Tensor
+    beta: Tensor
+    best: Tensor  # the best potential at β = 1
+    best_error: Tensor
+    failures: Tensor  # to improve on the best
+    base: Tensor  # the last point near the path, from where jumps start
+    base_beta: Tensor
+    base_tangent: Tensor
+    pace: Tensor
+    jumped: Tensor
+    done: Tensor  # whether the tolerance is met, or rounding decides
+
+
 # One opaque node in a traced graph: unrolled, two dozen passes would take minutes to compile.
 @torch.library.custom_op("lotformer::newton_solve", mutates_args=())
 def _solve(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
-    m = log_m.exp()
+    walk = _first_guess(s, a, log_m)
+    for _ in range(FIXED_PASSES if tol is None else MAX_PASSES):
+        walk = _pass(walk, s, a, log_m, tol, portable=False)
+        if tol is not None and bool(walk.done.all()):
+            break
+    return _arrival(walk).contiguous()
+
+
+def _solve_portably(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> Tensor:
+    """The same as a loop that an exported program and ONNX can hold, of operators that they know."""
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def goes_on(count: Tensor, *walk: Tensor) -> Tensor:
+        return (count < (FIXED_PASSES if tol is None else MAX_PASSES)) & ~_Walk(*walk).done.all()
+
+    def body(count: Tensor, *walk: Tensor) -> tuple[Tensor, ...]:
+        return count + 1, *_pass(_Walk(*walk), s, a, log_m, tol, portable=True)
+
+    start = (x.clone() for x in _first_guess(s, a, log_m))  # what a loop carries may not share memory
+    _, *walk = while_loop(goes_on, body, (torch.zeros((), dtype=torch.long, device=s.device), *start))
+    return _arrival(_Walk(*walk))
+
+
+def _first_guess(s: Tensor, a: Tensor, log_m: Tensor) -> _Walk:
     spread = (a * (s.amax(-1) - s.amin(-1))).sum(-1)
     beta = (_START_RANGE / spread.clamp_min(1e-6)).clamp_max(1.0)
     g = log_m - beta[..., None] * (a[..., None] * s).sum(-2)  # exact to first order at β = 0
-    best, best_error = g, torch.full_like(beta, torch.inf)
-    failures = torch.zeros_like(beta)  # to improve on the best
-    # the last point near the path, from where jumps start
-    base, base_beta, base_tangent = g, beta, torch.zeros_like(g)
-    pace, jumped = torch.full_like(beta, _PACE), torch.zeros_like(beta, dtype=torch.bool)
-    for _ in range(FIXED_PASSES if tol is None else MAX_PASSES):
-        look = _look(s, a, log_m, m, g, beta)
-        quiet = _QUIET[s.dtype] * g.abs().amax(-1).clamp_min(5.0)
-        arrived = beta >= 1
-        improved = arrived & (look.error < best_error)
-        best = torch.where(improved[..., None], g, best)
-        best_error = torch.where(improved, look.error, best_error)
-        failures = torch.where(improved, 0.0, failures + arrived)
-        stalled = (best_error < 1e-4) & (failures >= torch.where(best_error < quiet, 1.0, 4.0))
-        if tol is not None and bool(((best_error < tol) | stalled).all()):
-            break
-        missed = jumped & ~(look.error < _TOO_FAR)
-        settled = ~missed & (((look.error < _SETTLED) & (look.reach < _SETTLED_REACH)) | (look.error < quiet))
-        pace = torch.where(missed, pace.sqrt(), pace)
-        corrected = g + look.length[..., None] * look.corrector
-        base = torch.where(settled[..., None], corrected, base)
-        base_tangent = torch.where(settled[..., None], look.tangent, base_tangent)
-        base_beta = torch.where(settled, beta, base_beta)
-        jumped = missed | (settled & ~arrived)
-        next_beta = torch.where(jumped, (pace * base_beta).clamp_max(1.0), beta)
-        landing = base + (next_beta - base_beta)[..., None] * base_tangent
-        g = torch.where(jumped[..., None], landing, corrected)
-        beta = next_beta
-    return torch.where(best_error.isfinite()[..., None], best, g / beta[..., None]).contiguous()
+    no = torch.zeros_like(beta, dtype=torch.bool)
+    return _Walk(
+        g=g,
+        beta=beta,
+        best=g,
+        best_error=torch.full_like(beta, torch.inf),
+        failures=torch.zeros_like(beta),
+        base=g,
+        base_beta=beta,
+        base_tangent=torch.zeros_like(g),
+        pace=torch.full_like(beta, _PACE),
+        jumped=no,
+        done=no,
+    )
+
+
+def _pass(walk: _Walk, s: Tensor, a: Tensor, log_m: Tensor, tol: float | None, *, portable: bool) -> _Walk:
+    """One look at all scores and the step that follows from it."""
+    g, beta = walk.g, walk.beta
+    look = _look(s, a, log_m, g, beta, portable=portable)
+    quiet = _QUIET[s.dtype] * g.abs().amax(-1).clamp_min(5.0)
+    arrived = beta >= 1
+    improved = arrived & (look.error < walk.best_error)
+    best_error = torch.where(improved, look.error, walk.best_error)
+    failures = torch.where(improved, 0.0, walk.failures + arrived.to(s.dtype))
+    stalled = (best_error < 1e-4) & (failures >= torch.where(best_error < quiet, 1.0, 4.0))
+    missed = walk.jumped & ~(look.error < _TOO_FAR)
+    settled = ~missed & (((look.error < _SETTLED) & (look.reach < _SETTLED_REACH)) | (look.error < quiet))
+    pace = torch.where(missed, walk.pace.sqrt(), walk.pace)
+    corrected = g + look.length[..., None] * look.corrector
+    base = torch.where(settled[..., None], corrected, walk.base)
+    base_tangent = torch.where(settled[..., None], look.tangent, walk.base_tangent)
+    base_beta = torch.where(settled, beta, walk.base_beta)
+    jumped = missed | (settled & ~arrived)
+    next_beta = torch.where(jumped, (pace * base_beta).clamp_max(1.0), beta)
+    landing = base + (next_beta - base_beta)[..., None] * base_tangent
+    return _Walk(
+        g=torch.where(jumped[..., None], landing, corrected),
+        beta=next_beta,
+        best=torch.where(improved[..., None], g, walk.best),
+        best_error=best_error,
+        failures=failures,
+        base=base,
+        base_beta=base_beta,
+        base_tangent=base_tangent,
+        pace=pace,
+        jumped=jumped,
+        done=stalled if tol is None else stalled | (best_error < tol),
+    )
+
+
+def _arrival(walk: _Walk) -> Tensor:
+    return torch.where(walk.best_error.isfinite()[..., None], walk.best, walk.g / walk.beta[..., None])
 
 
 @_solve.register_fake
@@ -160,7 +225,8 @@ def _(
     return _solve(s, a, log_m, tol), 0
 
 
-def _look(s: Tensor, a: Tensor, log_m: Tensor, m: Tensor, g: Tensor, beta: Tensor) -> _Look:
+def _look(s: Tensor, a: Tensor, log_m: Tensor, g: Tensor, beta: Tensor, *, portable: bool) -> _Look:
+    m = log_m.exp()
     exponents = beta[..., None, None] * s + g[..., None, :]
     exponents = exponents - exponents.amax(-1, keepdim=True)
     plan = torch.softmax(exponents, -1)
@@ -169,9 +235,9 @@ def _look(s: Tensor, a: Tensor, log_m: Tensor, m: Tensor, g: Tensor, beta: Tenso
     drift = (weighted * (exponents - (plan * exponents).sum(-1, keepdim=True))).sum(-2)  # β ∂b/∂β as g grows with β
     log_ratio = b.clamp_min(torch.finfo(b.dtype).tiny).log() - log_m
     laplacian = _laplacian(plan, a)
-    factor, weight = _factorise(laplacian, b, _RIDGE[s.dtype])
     sides = torch.stack([b - m, b * log_ratio, drift], -1)
-    plain, logarithmic, along = (-_apply_inverse(factor, weight, sides)).unbind(-1)
+    apply_inverse = _inverse(laplacian, b, _RIDGE[s.dtype], portable=portable)
+    plain, logarithmic, along = (-apply_inverse(sides)).unbind(-1)
     tangent = (g + along) / beta[..., None]
     error = log_ratio.abs().amax(-1)
     # Newton on log b = log m converges faster from afar, where it is a descent direction of φ. From near its terms
@@ -197,19 +263,28 @@ def _laplacian(plan: Tensor, a: Tensor) -> Tensor:
     return torch.diag_embed(edges.sum(-1)) - edges
 
 
-def _factorise(laplacian: Tensor, b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Cholesky factor of `D^-½ (H + b bᵀ) D^-½ + ridge`, `D = Diag(b)`, and `D^-½`.
+def _inverse(laplacian: Tensor, b: Tensor, ridge: float, *, portable: bool) -> Callable[[Tensor], Tensor]:
+    """`x ↦ D^-½ (D^-½ (H + b bᵀ) D^-½ + ridge)⁻¹ D^-½ x` with `D = Diag(b)`.
 
     `b bᵀ` fills the constant direction in which `H` is singular; the scaling puts the spectrum in [ridge, 1 + ridge].
+    Where rounding leaves no positive definite matrix the identity stands in: a Sinkhorn step.
     """
-    weight = b.clamp_min(torch.finfo(b.dtype).tiny).rsqrt()
-    full = laplacian + b[..., :, None] * b[..., None, :]
-    scaled = full * (weight[..., :, None] * weight[..., None, :])
+    weight = b.clamp_min(torch.finfo(b.dtype).tiny).rsqrt()[..., None]
     identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
-    factor, info = torch.linalg.cholesky_ex(scaled + ridge * identity)
-    # a failed factorisation falls back to the diagonal: a Sinkhorn step
-    return torch.where((info == 0)[..., None, None], factor, identity), weight
+    matrix = (laplacian + b[..., :, None] * b[..., None, :]) * (weight * weight.mT) + ridge * identity
+    if portable:
+        inverse = _gauss_jordan(matrix, identity)
+        return lambda x: inverse @ (x * weight) * weight
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor = torch.where((info == 0)[..., None, None], factor, identity)
+    return lambda x: torch.cholesky_solve(x * weight, factor) * weight
 
 
-def _apply_inverse(factor: Tensor, weight: Tensor, rhs: Tensor) -> Tensor:
-    return torch.cholesky_solve(rhs * weight[..., None], factor) * weight[..., None]
+def _gauss_jordan(matrix: Tensor, identity: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix, in place: one update of rank one per row. ONNX knows no Cholesky."""
+    x, smallest = matrix, matrix[..., :1, :1]
+    for k, unit in enumerate(identity):
+        row, column, pivot = x[..., k : k + 1, :], x[..., k : k + 1], x[..., k : k + 1, k : k + 1]
+        smallest = torch.minimum(smallest, pivot)
+        x = x - (column - unit[:, None]) * ((row + unit) / pivot)
+    return torch.where(smallest > 0, x, identity)
