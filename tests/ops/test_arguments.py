@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lotformer
+from lotformer.ops import newton
 from lotformer.ops.cpu import op
-from lotformer.ops.problem import Solve, Transport
+from lotformer.ops.problem import LEAST_LOG_MASS, Solve, Transport
 from support.cpu_kernel import needs_kernel
 
 
@@ -32,3 +33,15 @@ def test_the_schemas_of_the_kernel_are_the_structs():
     assert given == ["grad", "state", "mixed", *names]
     returned = [result.name for result in backward.returns]
     assert returned == names[: len(returned)]
+
+
+@needs_kernel
+def test_the_constants_of_the_kernel_are_those_of_python():
+    """Triton's are taken from Python."""
+    from lotformer.ops.cpu import _kernel
+
+    expected = {f"LEAST_LOG_MASS {solver}": mass for solver, mass in LEAST_LOG_MASS.items()}
+    for name, number in _kernel.constants().items():
+        if name not in expected:
+            expected[name] = getattr(op if hasattr(op, name) else newton, name)
+        assert number == expected[name], name

@@ -10,6 +10,7 @@ import torch
 import lotformer
 from lotformer.attention.lot import LOT
 from lotformer.ops import convergence
+from lotformer.ops.problem import Solve
 from support.cpu_kernel import needs_kernel
 from support.problems import lengths_mask, make_inputs
 
@@ -91,18 +92,33 @@ def test_the_residual_can_be_compiled():
         torch.testing.assert_close(got, expected)
 
 
-def test_a_miss_is_told_once(monkeypatch):
+@pytest.fixture
+def not_warned(monkeypatch):
     monkeypatch.setattr(convergence, "_warned", False)
-    missed, fine = torch.tensor([[1e-7, 0.2]]), torch.tensor([[1e-7, 9e-4]])
-    solve = lotformer.ops.problem.Solve(solver="newton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_solve_that_misses_its_tolerance_says_so_once(backend, not_warned):
+    x = make_inputs(2, 2, 64, rank=8, dim=16, dtype=torch.float32)
+    beyond_fp32 = [1e12 * t for t in x[:2]]
+    options = {"solver": "newton", "eps": 0.01, "backend": backend}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convergence.warn_of_a_miss(lambda: fine, solve)
-        convergence.warn_of_a_miss(lambda: missed, solve._replace(tol=0.1))
-    for bad in (missed, torch.tensor([[torch.nan]])):
-        monkeypatch.setattr(convergence, "_warned", False)
-        with pytest.warns(UserWarning, match="not the 1.0e-06 that was asked for.*Raise `eps`"):
-            convergence.warn_of_a_miss(lambda bad=bad: bad, solve)
+        lotformer.lot_attention(*x, **options)
+    with pytest.warns(UserWarning, match=r"reached a residual of .*, not the 1\.0e-06 .* Raise `eps`") as told:
+        lotformer.lot_attention(*beyond_fp32, *x[2:], **options)
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convergence.warn_of_a_miss(lambda: missed, solve)
+        lotformer.lot_attention(*beyond_fp32, *x[2:], **options)
+
+
+@pytest.mark.parametrize(("reached", "tol", "told"), [
+    (9e-4, 1e-6, False), (2e-3, 1e-6, True), (2e-3, 1e-4, False), (2e-3, None, True), (torch.nan, 0.5, True),
+])  # fmt: skip
+def test_only_wide_misses_are_told(reached, tol, told, not_warned):
+    residual = torch.tensor([[0.0, reached, 1e-7]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convergence.warn_of_a_miss(lambda: residual, Solve(solver="newton", tol=tol))
+    assert bool(caught) == told

@@ -38,14 +38,14 @@ FIXED_PASSES = 24
 MAX_PASSES = 120
 """Bound on the passes of the adaptive solve; typical problems need 5 (ε = 1) to 20 (ε = 0.01), hard ones up to 45."""
 
-_START_RANGE = 4.0  # β starts where the scores of a token span about this much: nothing underflows there
-_PACE = 1.8  # growth of β per jump
-_SETTLED = 0.25  # log residual below which β may grow again,
-_SETTLED_REACH = 2.0  # if the corrector ranges over less than this,
+START_RANGE = 4.0  # β starts where the scores of a token span about this much: nothing underflows there
+PACE = 1.8  # growth of β per jump
+SETTLED = 0.25  # log residual below which β may grow again,
+SETTLED_REACH = 2.0  # if the corrector ranges over less than this,
 _QUIET = {torch.float32: 2e-7, torch.float64: 1e-13}  # or where rounding decides: per unit of the potential
-_TOO_FAR = 1.0  # log residual at which a jump is taken back
-_LARGE_STEP = 10.0  # range of a corrector above which steps are not bold
-_BOLDNESS = 0.25  # 1 is the proven step length; smaller is longer, and safe near a solution
+TOO_FAR = 1.0  # log residual at which a jump is taken back
+LARGE_STEP = 10.0  # range of a corrector above which steps are not bold
+BOLDNESS = 0.25  # 1 is the proven step length; smaller is longer, and safe near a solution
 _RIDGE = {torch.float32: 3e-6, torch.float64: 1e-13}
 _GRADIENT_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-13}
 
@@ -150,7 +150,7 @@ def _solve_portably(s: Tensor, a: Tensor, log_m: Tensor, tol: float | None) -> T
 
 def _first_guess(s: Tensor, a: Tensor, log_m: Tensor) -> _Walk:
     spread = (a * (s.amax(-1) - s.amin(-1))).sum(-1)
-    beta = (_START_RANGE / spread.clamp_min(1e-6)).clamp_max(1.0)
+    beta = (START_RANGE / spread.clamp_min(1e-6)).clamp_max(1.0)
     g = log_m - beta[..., None] * (a[..., None] * s).sum(-2)  # exact to first order at β = 0
     no = torch.zeros_like(beta, dtype=torch.bool)
     return _Walk(
@@ -162,7 +162,7 @@ def _first_guess(s: Tensor, a: Tensor, log_m: Tensor) -> _Walk:
         base=g,
         base_beta=beta,
         base_tangent=torch.zeros_like(g),
-        pace=torch.full_like(beta, _PACE),
+        pace=torch.full_like(beta, PACE),
         jumped=no,
         done=no,
     )
@@ -178,8 +178,8 @@ def _pass(walk: _Walk, s: Tensor, a: Tensor, log_m: Tensor, tol: float | None, *
     best_error = torch.where(improved, look.error, walk.best_error)
     failures = torch.where(improved, 0.0, walk.failures + arrived.to(s.dtype))
     stalled = (best_error < 1e-4) & (failures >= torch.where(best_error < quiet, 1.0, 4.0))
-    missed = walk.jumped & ~(look.error < _TOO_FAR)
-    settled = ~missed & (((look.error < _SETTLED) & (look.reach < _SETTLED_REACH)) | (look.error < quiet))
+    missed = walk.jumped & ~(look.error < TOO_FAR)
+    settled = ~missed & (((look.error < SETTLED) & (look.reach < SETTLED_REACH)) | (look.error < quiet))
     pace = torch.where(missed, walk.pace.sqrt(), walk.pace)
     corrected = g + look.length[..., None] * look.corrector
     base = torch.where(settled[..., None], corrected, walk.base)
@@ -243,12 +243,12 @@ def _look(s: Tensor, a: Tensor, log_m: Tensor, g: Tensor, beta: Tensor, *, porta
     # Newton on log b = log m converges faster from afar, where it is a descent direction of φ. From near its terms
     # of second order would be taken for currents between pivots that hardly share a token.
     descends = (logarithmic * (b - m)).sum(-1) < 0
-    corrector = torch.where((descends & (error > _SETTLED))[..., None], logarithmic, plain)
+    corrector = torch.where((descends & (error > SETTLED))[..., None], logarithmic, plain)
     reach = _range(corrector)
     gain = -((b - m) * corrector).sum(-1)
     curvature = ((laplacian @ corrector[..., None])[..., 0] * corrector).sum(-1)
     ratio = (gain / curvature.clamp_min(1e-30)).clamp(1.0, 1e6)
-    scaled = (torch.where(reach < _LARGE_STEP, _BOLDNESS, 1.0) * reach).clamp_min(1e-6)
+    scaled = (torch.where(reach < LARGE_STEP, BOLDNESS, 1.0) * reach).clamp_min(1e-6)
     length = torch.where(reach < 1, 1.0, (torch.log1p(ratio * scaled) / scaled).clamp_max(1.0))
     return _Look(error, corrector, length, reach, tangent)
 

@@ -75,9 +75,16 @@ inline int64_t state_size(Solver solver, int iters, int rank) {
   return vectors * rank + kNotes;
 }
 
+// What follows is equal in Python, which `constants` in op.cpp lets the tests see.
+
 constexpr int kMaxWidth = 256;  // largest rank and largest head dimension
 
-// Lighter pivots count as this light: LEAST_LOG_MASS of problem.py.
+// The walk of the exact solver, explained in newton.py.
+constexpr int kMaxPasses = 120;
+constexpr double kStartRange = 4, kPace = 1.8, kSettled = 0.25, kSettledReach = 2, kTooFar = 1;
+constexpr double kLargeStep = 10, kBoldness = 0.25;
+
+// Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
 struct Kernel {

@@ -9,13 +9,9 @@
 
 namespace {
 
-constexpr int kMaxPasses = 120;
-constexpr double kStartRange = 4, kPace = 1.8, kLargeStep = 10, kBoldness = 0.25;
-constexpr double kSettled = 0.25, kSettledReach = 2;  // near enough to the path for a jump along it …
-constexpr double kQuiet = 1e-6, kNoise = 2e-7;        // … or rounding decides, that of potentials too
-constexpr double kTooFar = 1;                         // a jump that ends farther from the path is taken back
-constexpr double kFloor = 2e-7;            // fp32 sums cannot show a smaller residual
-constexpr double kSampleTolerance = 0.05;  // a sample is not worth more
+constexpr double kQuiet = 1e-6, kNoise = 2e-7;  // errors that rounding decides, that of potentials too
+constexpr double kFloor = 2e-7;                 // fp32 sums cannot show a smaller residual
+constexpr double kSampleTolerance = 0.05;       // a sample is not worth more
 constexpr int kSampleGrowth = 8;
 constexpr double kRidge = 1e-8, kBackwardRidge = 1e-10;
 constexpr double kCoarse = 32;             // exponents beyond are not rounded: see Exponent::kExact

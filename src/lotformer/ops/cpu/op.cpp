@@ -13,7 +13,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -308,7 +308,33 @@ PyObject* sum_to_one(PyObject*, PyObject* arguments) {
   return PyBool_FromLong(ok);
 }
 
+// What has to be equal in Python, by the names it has there.
+PyObject* constants(PyObject*, PyObject*) {
+  const std::pair<const char*, double> all[] = {
+      {"MAX_WIDTH", lot::kMaxWidth},
+      {"STATE_NOTES", lot::kNotes},
+      {"LEAST_LOG_MASS sinkhorn", lot::least_log_mass(lot::kSinkhorn)},
+      {"LEAST_LOG_MASS newton", lot::least_log_mass(lot::kNewton)},
+      {"MAX_PASSES", lot::kMaxPasses},
+      {"START_RANGE", lot::kStartRange},
+      {"PACE", lot::kPace},
+      {"SETTLED", lot::kSettled},
+      {"SETTLED_REACH", lot::kSettledReach},
+      {"TOO_FAR", lot::kTooFar},
+      {"LARGE_STEP", lot::kLargeStep},
+      {"BOLDNESS", lot::kBoldness},
+  };
+  PyObject* named = PyDict_New();
+  for (const auto& [name, number] : all) {
+    PyObject* value = PyFloat_FromDouble(number);
+    if (value == nullptr || PyDict_SetItemString(named, name, value) != 0) return nullptr;
+    Py_DECREF(value);
+  }
+  return named;
+}
+
 PyMethodDef methods[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Names of the kernels that run here."},
+                         {"constants", constants, METH_NOARGS, "What has to be equal in Python."},
                          {"sum_to_one", sum_to_one, METH_VARARGS, "Whether logarithms are those of masses."},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernel", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

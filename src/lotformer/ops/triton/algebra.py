@@ -6,13 +6,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import newton
 from .tiles import NEGATIVE, row_softmax
 
-_START_RANGE = tl.constexpr(4.0)
-_PACE = tl.constexpr(1.8)
-_SETTLED = tl.constexpr(0.25)
-_LARGE_STEP = tl.constexpr(10.0)
-_BOLDNESS = tl.constexpr(0.25)
+_START_RANGE = tl.constexpr(newton.START_RANGE)
+_PACE = tl.constexpr(newton.PACE)
+_SETTLED = tl.constexpr(newton.SETTLED)
+_LARGE_STEP = tl.constexpr(newton.LARGE_STEP)
+_BOLDNESS = tl.constexpr(newton.BOLDNESS)
 _STALLED_BELOW = tl.constexpr(1e-4)
 _RIDGE = tl.constexpr(3e-6)
 _GRADIENT_RIDGE = tl.constexpr(1e-6)
