@@ -10,18 +10,17 @@ import pytest
 from lotformer.cli.render import RENDERERS, _experiment
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir())
+NUMBERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir() and any(path.rglob("*.json")))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", NUMBERS, ids=lambda folder: folder.name)
 def test_the_table_is_the_one_that_the_numbers_give(folder):
     report = RENDERERS[_experiment(folder)](folder)
     assert (folder / "table.md").read_text(encoding="utf-8") == report.markdown() + "\n"
     assert report.commands
     assert all(command.startswith("lotformer ") for command in report.commands)
     if report.draw is not None:
-        assert (folder / "figure.png").is_file()
-        assert (folder / "figure.svg").is_file()
+        assert {path.suffix for path in folder.iterdir()} >= {".png", ".svg"}
 
 
 @pytest.mark.parametrize(
