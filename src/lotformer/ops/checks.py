@@ -145,7 +145,7 @@ def _check_values(t: Transport, s: Solve) -> None:
         if mask is not None:
             real = real.masked_fill(~mask[:, None], 0.0)
         _expect(real >= 0, name, "numbers of at least 0", masses)
-        sums = real.float().sum(-1)
+        sums = _widened(real).sum(-1)
         normalised = (sums - 1).abs() < 1e-2
         if mask is not None:
             normalised = normalised | ~mask.any(-1)[:, None]
@@ -161,7 +161,12 @@ def _are_positive(x: Tensor) -> Tensor | bool:
 def _sum_to_one(log_masses: Tensor) -> Tensor | bool:
     """To 2 %, which logarithms rounded to bfloat16 keep: what is left over is normalised away."""
     told = cpu.sum_to_one(log_masses)
-    return (log_masses.detach().float().exp().sum(-1) - 1).abs() < 2e-2 if told is None else told
+    return (_widened(log_masses.detach()).exp().sum(-1) - 1).abs() < 2e-2 if told is None else told
+
+
+def _widened(x: Tensor) -> Tensor:
+    """At least fp32, and fp64 stays fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _expect(ok: Tensor | bool, name: str, expected: str, got: Tensor, hint: str = "") -> None:
