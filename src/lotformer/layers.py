@@ -120,6 +120,11 @@ class AttentionLayer(nn.Module):
             raise ValueError(
                 CAUSAL_REFUSAL if isinstance(self.mechanism, LOT) else "`is_causal`: this layer looks both ways."
             )
+        for name, given in (("x", x), ("attn_mask", attn_mask), ("mask", mask)):
+            if not isinstance(given, Tensor) and (given is not None or name == "x"):
+                raise TypeError(
+                    f"`{name}`: expected a tensor, got {type(given).__name__}: use torch.as_tensor({name})."
+                )
         if x.dim() != 3 or x.shape[2] != self.qkv.in_features:
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape

@@ -153,6 +153,21 @@ class TestConvertCommand:
         assert code == 0, said
         assert not (out / "mine.txt").exists()
 
+    def test_force_replaces_checkpoints_only(self, checkpoint, tmp_path):
+        """`--out ~ --force` is a slip, not a wish."""
+        for out, reason in ((tmp_path / "work", "is not a checkpoint"), (tmp_path, "is not a checkpoint")):
+            out.mkdir(exist_ok=True)
+            (out / "mine.txt").write_text("precious")
+            code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, "--force")
+            assert code == 1
+            assert reason in said
+            assert (out / "mine.txt").read_text() == "precious"
+        (tmp_path / "config.json").write_text("{}")
+        code, said = run(checkpoint, "--out", tmp_path, "--rank", 4, "--steps", 0, "--force")
+        assert code == 1
+        assert "holds the checkpoint to convert" in said
+        assert (checkpoint / "config.json").is_file()
+
     def test_saved_files_have_the_users_permissions(self, checkpoint, tmp_path):
         before = os.umask(0o027)
         try:

@@ -412,6 +412,24 @@ class TestBadInput:
             with pytest.raises(ValueError, match="at least one batch"):
                 function(bert(), [])
 
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_one_batch_is_not_several(self, function):
+        """A mapping would be gone through by names, a tensor by rows."""
+        for batch in (batches()[0], batches()[0]["input_ids"]):
+            with pytest.raises(TypeError, match=r"got one batch .*pass \[batch\]"):
+                function(bert(), batch)
+        for thing in (None, 5):
+            with pytest.raises(TypeError, match="expected an iterable of batches"):
+                function(bert(), thing)
+
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_numbers_that_make_no_sense(self, function):
+        with pytest.raises(ValueError, match=r"steps must be an integer, got 2\.5"):
+            function(bert(), batches(), steps=2.5)
+        for lr in (-1e-3, float("nan"), "fast"):
+            with pytest.raises(ValueError, match="lr must be"):
+                function(bert(), batches(), lr=lr)
+
     def test_an_unknown_objective(self):
         with pytest.raises(ValueError, match="objective must be one of"):
             lotformer.calibrate(bert(), batches(), objective="logits")

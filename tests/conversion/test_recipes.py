@@ -90,6 +90,13 @@ class TestShapes:
         # one mechanism of this rank takes 96 MiB; kilobytes on Linux
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
+    @pytest.mark.parametrize("loader", ["BertModel", "BertForSequenceClassification"])
+    def test_layers_that_the_recipe_does_not_name(self, loader, folder):
+        """Their mechanisms would be dropped and softmax would run with weights that were trained for them."""
+        path = folder(lambda recipe: recipe | {"layers": [recipe["layers"][0], "encoder.layer.7.attention.self"]})
+        with pytest.raises(ValueError, match=r"disagree: the file holds encoder\.layer\.1\..*does not name its layer"):
+            getattr(transformers, loader).from_pretrained(path)
+
     @pytest.mark.parametrize("change", ["rank", "missing", "unexpected", "host"])
     def test_of_a_file_all_or_nothing(self, change, tmp_path):
         model, path = torch_encoder(), tmp_path / "model.safetensors"

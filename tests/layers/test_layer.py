@@ -195,3 +195,16 @@ def test_one_head_one_pivot_one_token(shape):
 def test_the_host_layer_takes_any_mechanism_by_name(mechanism):
     layer = lotformer.AttentionLayer(16, 2, mechanism)
     assert layer(torch.randn(2, 9, 16)).shape == (2, 9, 16)
+
+
+def test_what_is_no_tensor_is_refused_with_what_to_do():
+    layer, x, real = lotformer.LOTAttention(16, 2, rank=3), torch.randn(2, 9, 16), torch.ones(2, 9, dtype=torch.bool)
+    for name, arguments in {
+        "x": {"x": x.numpy()},
+        "mask": {"x": x, "mask": real.tolist()},
+        "attn_mask": {"x": x, "attn_mask": real[:, None, None].tolist()},
+    }.items():
+        with pytest.raises(TypeError, match=rf"`{name}`: expected a tensor, got \w+: use torch.as_tensor\({name}\)"):
+            layer(**arguments)
+    with pytest.raises(ValueError, match=r"eps must be above 0, got '0\.1'"):
+        lotformer.LOTAttention(16, 2, eps="0.1")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..nn.checks import require_positive
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real, shared_mask, zero_padding
@@ -83,8 +84,7 @@ class ESPFormer(SlicedPlans):
         slice_cost: SliceCost = "squared",
     ) -> None:
         super().__init__(head_dim, num_heads, temperature=temperature, slice_cost=slice_cost)
-        if not tau > 0:
-            raise ValueError(f"tau must be above 0, got {tau}.")
+        require_positive("tau", tau)
         self.tau = tau
 
     def mix(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from ..nn.checks import require_positive
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, TokenPositions
 from ..nn.linear import linear_attention
@@ -37,8 +38,7 @@ class FocusedAttention(CleanAttention):
         num_tokens: int | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if not focusing_factor > 0:
-            raise ValueError(f"focusing_factor must be above 0, got {focusing_factor}.")
+        require_positive("focusing_factor", focusing_factor)
         self.focusing_factor = focusing_factor
         self.channel_scale = ChannelScale(num_heads, head_dim)
         self.positions = None if num_tokens is None else TokenPositions(num_heads, num_tokens, head_dim)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..nn.checks import require_count
+from ..nn.checks import require_count, require_positive
 from ..nn.depthwise import ConvKind, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, KeyMassKind
 from ..nn.pivot_pooling import PivotKind, PivotPooling
@@ -111,8 +111,7 @@ class LOT(Attention):
     def __init__(self, head_dim: int, num_heads: int, *, dropout: float = 0.0, **options: Unpack[LOTOptions]) -> None:
         super().__init__(head_dim, num_heads)
         o = cast(LOTOptions, with_defaults(LOTOptions, options))
-        if not o["eps"] > 0:
-            raise ValueError(f"eps must be above 0, got {o['eps']}.")
+        require_positive("eps", o["eps"])
         _require_one_of("solver", o["solver"], Solver)
         _require_one_of("pivots", o["pivots"], PivotKind)
         require_count("iters", o["iters"])

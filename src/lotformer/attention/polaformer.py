@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..nn.checks import require_positive
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, HeadwiseLinear, TokenPositions
 from .base import Cost, Entry
@@ -41,8 +42,7 @@ class PolaFormer(CleanAttention):
         num_tokens: int | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if not alpha > 0:
-            raise ValueError(f"alpha must be above 0, got {alpha}.")
+        require_positive("alpha", alpha)
         self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
         self.channel_scale = ChannelScale(num_heads, head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..nn.checks import require_count
+from ..nn.checks import require_count, require_positive
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real
@@ -30,8 +30,7 @@ class Sinkformer(CleanAttention):
     ) -> None:
         super().__init__(head_dim, num_heads)
         require_count("half_steps", half_steps)
-        if not eps > 0:
-            raise ValueError(f"eps must be above 0, got {eps}.")
+        require_positive("eps", eps)
         self.half_steps = half_steps
         self.eps = eps
         self.scale = head_dim**-0.5 if scale is None else scale

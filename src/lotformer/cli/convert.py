@@ -57,12 +57,23 @@ def convert(
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
         root = checkpoint_root(source)
-        if out.exists() and not force and not (out.is_dir() and not any(out.iterdir())):
-            raise ValueError(f"{out} exists: give --force to replace it, or another --out.")
+        _require_replaceable(out, root, force)
         require_writable(out.parent)
         model = _convert(console, root, settings)
         save_like(root, model, out)
     say(console, f"Saved to {out}; load it with {type(model).__name__}.from_pretrained after `import lotformer`.")
+
+
+def _require_replaceable(out: Path, root: Path, force: bool) -> None:
+    """What is replaced is gone: only a checkpoint may be, only by force, and never a folder that holds the source."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not force:
+        raise ValueError(f"{out} exists: give --force to replace it, or another --out.")
+    if not any((out / name).is_file() for name in ("config.json", "modules.json")):
+        raise ValueError(f"{out} is not a checkpoint, and --force replaces nothing else: give another --out.")
+    if out.resolve() in root.resolve().parents:
+        raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
 
 
 def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:

@@ -15,6 +15,7 @@ that no checkpoint holds their first values; `save_pretrained` writes the recipe
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,9 @@ def restore(model: PreTrainedModel) -> None:
                 f"{recipe.mechanism!r}. Load it without `attn_implementation`; `lotformer.revert(model)` then gives "
                 "softmax back."
             )
-        found = hosts.find(model, frozenset(recipe.layers))
-        sites = [(host, item) for host, item in found if isinstance(item, Site) and recipe.names(item.name)]
+        every = [(host, item) for host, item in hosts.find(model, frozenset(recipe.layers)) if isinstance(item, Site)]
+        sites = [(host, site) for host, site in every if recipe.names(site.name)]
+        _require_named(model, recipe, [site.name for _, site in every if not recipe.names(site.name)])
     fresh = [(host, site) for host, site in sites if record_of(site.module) is None]
     if fresh:
         _require_fit(model, recipe, fresh)
@@ -114,8 +116,33 @@ def _every_site(model: PreTrainedModel) -> list[Located]:
     return choose(model, found, None)[0]
 
 
+def _require_named(model: PreTrainedModel, recipe: Recipe, others: list[str]) -> None:
+    """The weights beside a recipe hold no mechanism of a layer that it leaves to softmax."""
+    for name in _shapes(model):
+        layer = name.partition(f".{MECHANISM}.")[0]
+        if any(replace(recipe, layers=(layer,)).names(other) for other in others):
+            raise ValueError(
+                f"recipe and weights in {model.config.name_or_path} disagree: the file holds {name}, but the recipe "
+                "does not name its layer."
+            )
+
+
 def _require_fit(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
     """The mechanisms of a recipe have the shapes of the weights beside it. Compared before anything is allocated."""
+    shapes = _shapes(model)
+    for site, mechanism in build_on_meta(recipe, sites).items():
+        for part, tensor in mechanism.state_dict().items():
+            end = f"{site}.{MECHANISM}.{part}"
+            for name, shape in shapes.items():
+                if name.endswith(end) and shape != tuple(tensor.shape):
+                    raise ValueError(
+                        f"recipe and weights in {model.config.name_or_path} disagree: {name} has the shape {shape} in "
+                        f"the file, but {tuple(tensor.shape)} by the recipe."
+                    )
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shapes of the mechanisms' weights in the folder that a model is loaded from; none if there is no folder."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(model.config.name_or_path or "")
@@ -127,15 +154,7 @@ def _require_fit(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
         except (SafetensorError, OSError):
             continue  # transformers reads it next and says what is wrong
-    for site, mechanism in build_on_meta(recipe, sites).items():
-        for part, tensor in mechanism.state_dict().items():
-            end = f"{site}.{MECHANISM}.{part}"
-            for name, shape in shapes.items():
-                if name.endswith(end) and shape != tuple(tensor.shape):
-                    raise ValueError(
-                        f"recipe and weights in {folder} disagree: {name} has the shape {shape} in the file, but "
-                        f"{tuple(tensor.shape)} by the recipe."
-                    )
+    return shapes
 
 
 install()

@@ -66,7 +66,7 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         try:
             written = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # nested too deeply
             raise ValueError(f"a lotformer recipe must be JSON: {error}.") from error
         return cls.from_dict(written)
 

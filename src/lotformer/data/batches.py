@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,22 @@ from torch import Tensor, nn
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 """A mapping holds keyword arguments of the model, a tensor is its one argument. A list or tuple is what data loaders
 yield: its first item holds the inputs, the others are labels, which only a task's loss looks at."""
+
+
+def require_batches(batches: Any) -> None:
+    """Refuse what is not several batches. One batch would be taken apart: a mapping into names, a tensor into rows.
+
+    Raises:
+        TypeError: it is one batch, or nothing that can be gone through.
+    """
+    if isinstance(batches, (Mapping, Tensor)):
+        raise TypeError(
+            f"`batches`: expected an iterable of batches, got one batch ({type(batches).__name__}): pass [batch]."
+        )
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"`batches`: expected an iterable of batches (a list, a data loader), got {type(batches).__name__}."
+        )
 
 
 def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:

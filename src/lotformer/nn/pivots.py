@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .checks import require_count
+from .checks import require_count, require_positive
 from .undecayed import Undecayed
 
 PivotInit = Literal["small", "unit", "data"]
@@ -35,8 +35,7 @@ class PivotMeasure(nn.Module):
     ) -> None:
         super().__init__()
         require_count("rank", rank)
-        if not mass_temperature > 0:
-            raise ValueError(f"mass_temperature must be above 0, got {mass_temperature}.")
+        require_positive("mass_temperature", mass_temperature)
         if init not in get_args(PivotInit):
             raise ValueError(f"init must be one of {', '.join(map(repr, get_args(PivotInit)))}, got {init!r}.")
         self.init = init

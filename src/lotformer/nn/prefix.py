@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .checks import require_positive
 from .softmax import fused_softmax
 
 
@@ -25,8 +26,8 @@ class PrefixRows(nn.Module):
         self, beta: float | None = None, *, polarize: bool = False, powers: tuple[float, float] = (1.0, 0.5)
     ) -> None:
         super().__init__()
-        if beta is not None and not beta > 0:
-            raise ValueError(f"prefix_beta must be above 0, got {beta}.")
+        if beta is not None:
+            require_positive("prefix_beta", beta)
         if min(powers) <= 0:
             raise ValueError(f"the powers of polarisation must be above 0, got {powers}.")
         self.beta = beta

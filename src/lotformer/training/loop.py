@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..nn.checks import require_count
 from . import random_state
 from .checkpoints import Checkpoint
 from .interrupts import Interrupts
@@ -42,8 +43,8 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            require_count(name, getattr(self, name))
+        require_count("warmup", self.warmup, least=0)
         if self.schedule not in SCHEDULES:
             known = ", ".join(map(repr, SCHEDULES))
             raise ValueError(f"schedule must be one of {known}, got {self.schedule!r}.")

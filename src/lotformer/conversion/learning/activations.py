@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call
+from ...data.batches import Batch, call, require_batches
 from ...training.fingerprints import Fingerprint
 from ..hosts.sites import require_converted, substituted
 
@@ -72,6 +72,7 @@ class Activations:
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, memory_limit: int) -> None:
         self.names = [name for name, _ in require_converted(model)]
+        require_batches(batches)
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
         self._kept: list[dict[str, LayerInput] | Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None

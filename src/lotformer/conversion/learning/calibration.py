@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...data.batches import Batch
+from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
@@ -108,8 +109,8 @@ def calibrate(
     """
     check_objective(objective)
     for name, value in (("evaluate_every", evaluate_every), ("patience", patience)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+        require_count(name, value)
+    require_positive("lr", lr)
     for name, share in (("exact_share", exact_share), ("holdout", holdout)):
         if not 0 <= share <= 1:
             raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, main_tensor, pooled, real_tokens
+from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, require_batches
+from ...nn.checks import require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import fingerprint
 from ...training.loop import Loop, LoopSettings, OnStep
@@ -85,8 +86,11 @@ def finetune(
             checkpoint is written every 100 steps.
     """
     settings = LoopSettings(steps, seed=seed)
+    for name, value in (("lr", lr), ("mechanism_lr", mechanism_lr), ("weight_decay", weight_decay)):
+        require_positive(name, value, or_zero=True)
     if checkpoint is not None:
         check_writable(Path(checkpoint))
+    require_batches(batches)
     batches = batches if isinstance(batches, Sequence) else list(batches)
     if not batches:
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
