@@ -4,7 +4,7 @@
 //
 //     u_i = 1 / Σ_j K_ij b_j        b_j = m_j / Σ_i a_i u_i K_ij        (b = exp g, u = exp(f + row maximum))
 //
-// K is exact to 1e-37 per entry, which kLost makes little of; while the scalings stay in the range that `safe` allows
+// K is exact to 1e-37 per entry, which kLost makes little of; while the scalings stay in the range that `rescale` allows
 // that is below rounding. Otherwise the head is solved again in log form, from the scores, with two exponentials per
 // score and sweep.
 #pragma once
