@@ -139,10 +139,6 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         for x in inputs[:_COUNT]:
             if x is not None and x.requires_grad:
                 return _Eager.apply(*inputs)
-    return _bare_forward(*inputs)
-
-
-def _bare_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         return _cpu_forward(*inputs)
 
@@ -234,7 +230,8 @@ def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | Non
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _bare_forward(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _cpu_forward(*inputs)
         _setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
         return output
 
