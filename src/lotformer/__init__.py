@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import _transformers_hook, attention
 from .layers import AttentionLayer, LOTAttention
 from .nn import PivotMeasure, no_weight_decay
-from .ops import Coupling, coupling, lot_attention
+from .ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 
 if TYPE_CHECKING:
     from .conversion import calibrate, convert, finetune, revert
@@ -24,6 +24,7 @@ __all__ = [
     "coupling",
     "finetune",
     "lot_attention",
+    "lot_attention_from_scores",
     "no_weight_decay",
     "revert",
 ]

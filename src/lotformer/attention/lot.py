@@ -16,7 +16,7 @@ from ..nn.pivots import PivotInit, PivotMeasure
 from ..nn.prefix import PrefixRows
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention
-from ..ops.problem import Solver
+from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
 from .options import Option, documents, with_defaults
@@ -52,6 +52,14 @@ class LOTOptions(TypedDict, total=False):
         float | None, Option(1e-6, "relative error of the column sums at which Newton stops; None: fixed passes.")
     ]
     scale: Annotated[float | None, Option(None, "factor of the scores, D^-1/2 by default.")]
+    balance: Annotated[
+        Balance,
+        Option(
+            "both",
+            'which sums are imposed beside unit rows: "both" is the paper\'s; "keys" keeps the column sums for half '
+            'the work, with the masses of the pivots as a prior; "none" imposes nothing and solves nothing.',
+        ),
+    ]
     learn_eps: Annotated[bool, Option(False, "make ε a parameter, one per head, that starts at `eps`.")]
     learn_masses: Annotated[bool, Option(True, "learn the masses of the pivots, starting from uniform.")]
     mass_temperature: Annotated[float, Option(1.0, "the masses are softmax(logits / mass_temperature).")]
@@ -113,6 +121,7 @@ class LOT(Attention):
         o = cast(LOTOptions, with_defaults(LOTOptions, options))
         require_positive("eps", o["eps"])
         _require_one_of("solver", o["solver"], Solver)
+        _require_one_of("balance", o["balance"], Balance)
         _require_one_of("pivots", o["pivots"], PivotKind)
         require_count("iters", o["iters"])
         require_count("prefix_tokens", o["prefix_tokens"], least=0)
@@ -136,6 +145,7 @@ class LOT(Attention):
         self.iters = o["iters"]
         self.tol = o["tol"]
         self.scale = o["scale"]
+        self.balance = o["balance"]
         self.dropout = dropout
         self.backend = o["backend"]
         self.key_masses = KeyMasses(num_heads, head_dim, o["key_masses"])
@@ -225,6 +235,7 @@ class LOT(Attention):
             "iters": self.iters,
             "tol": self.tol,
             "scale": self.scale,
+            "balance": self.balance,
             "query_mask": query_mask,
             "key_mask": key_mask,
             "key_masses": self.key_masses(self._body(q), self._body(k), key_mask, query_mask),

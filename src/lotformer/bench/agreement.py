@@ -31,7 +31,7 @@ def check_backend(
     q, k, v = (draw(2, heads, n, head_dim) for _ in range(3))
     pivots, log_masses = draw(heads, rank, head_dim), draw(heads, rank).log_softmax(-1)
     transport, solve = Transport(q, k, v, pivots, log_masses), Solve(eps, "sinkhorn", iters)
-    chosen = backends.choose(transport, backend)
+    chosen = backends.choose(transport, solve, backend)
     upstream = draw(2, heads, n, head_dim)
     expected = _evaluate(backends.REFERENCE, transport, solve, torch.float64, upstream, backward)
     got = _evaluate(chosen, transport, solve, torch.float32, upstream, backward)

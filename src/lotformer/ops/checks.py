@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .problem import SOLVERS, Solve, Transport, is_traced
+from .problem import BALANCES, SOLVERS, Solve, Transport, is_traced
 
 _MASKS = ("query_mask", "key_mask")
-_OPTIONAL = frozenset(Transport._field_defaults)
+_OPTIONAL = frozenset({*Transport._field_defaults, "pivots"})
+_SCORES = {"q": "query_scores", "k": "key_scores"}  # what the tokens are called where there are no pivots
 _NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)  # the common ones first: `Real` is slow to ask
 
 # A small call should not pay much for its checks: they run before every one of them. The text of an error is only put
@@ -47,10 +48,11 @@ def _refuse_kind(name: str, expected: str, got: object, hint: str = "") -> NoRet
 
 
 def _check_kinds(t: Transport, s: Solve) -> None:
+    first, second = ("q", "k") if t.pivots is not None else _SCORES.values()
     if not isinstance(t.q, Tensor):
-        _refuse_kind("q", "a tensor", t.q, "Use `torch.as_tensor(q)`.")
+        _refuse_kind(first, "a tensor", t.q, f"Use `torch.as_tensor({first})`.")
     device, dtype = t.q.device, t.q.dtype
-    for name, x in zip(t._fields, t, strict=True):
+    for name, x in zip((first, second, *t._fields[2:]), t, strict=True):
         if x is None and name in _OPTIONAL:
             continue
         if not isinstance(x, Tensor):
@@ -62,37 +64,35 @@ def _check_kinds(t: Transport, s: Solve) -> None:
         elif not x.dtype.is_floating_point:
             _refuse(name, "a floating-point tensor", x.dtype, f"Use `{name}.float()`.")
         if x.device != device:
-            _refuse(name, f"the device of q, {device}", x.device, f"Use `{name}.to(q.device)`.")
-    for name, x in (("k", t.k), ("v", t.v)):
+            _refuse(name, f"the device of {first}, {device}", x.device, f"Use `{name}.to({first}.device)`.")
+    for name, x in ((second, t.k), ("v", t.v)):
         if x.dtype != dtype:
-            _refuse(name, f"the dtype of q, {dtype}", x.dtype, f"Use `{name}.to(q.dtype)`.")
+            _refuse(name, f"the dtype of {first}, {dtype}", x.dtype, f"Use `{name}.to({first}.dtype)`.")
     if not isinstance(s.eps, Tensor):
         if not isinstance(s.eps, _NUMBERS):
             _refuse_kind("eps", "a number or a tensor with one per head", s.eps)
     elif not s.eps.dtype.is_floating_point:
         _refuse("eps", "a floating-point tensor", s.eps.dtype, "Use `eps.float()`.")
     elif s.eps.device != device:
-        _refuse("eps", f"the device of q, {device}", s.eps.device, "Use `eps.to(q.device)`.")
+        _refuse("eps", f"the device of {first}, {device}", s.eps.device, f"Use `eps.to({first}.device)`.")
 
 
 def _check_shapes(t: Transport, s: Solve) -> None:
-    for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+    first, second, width = ("q", "k", "D") if t.pivots is not None else (*_SCORES.values(), "R")
+    for name, x, last in ((first, t.q, width), (second, t.k, width), ("v", t.v, "Dv")):
         if x.dim() != 4:
-            _refuse(name, "shape (B, H, tokens, D)", tuple(x.shape))
-    if t.pivots.dim() not in (3, 4):
-        _refuse("pivots", "shape (H, R, D) or (B, H, R, D)", tuple(t.pivots.shape))
+            _refuse(name, f"shape (B, H, tokens, {last})", tuple(x.shape))
     batch, heads, n, d = t.q.shape
     m = t.k.shape[2]
     if t.k.shape != (batch, heads, m, d):
-        _refuse("k", f"({batch}, {heads}, M, {d}) to match q", tuple(t.k.shape))
+        _refuse(second, f"({batch}, {heads}, M, {d}) to match {first}", tuple(t.k.shape))
     if t.v.shape[:3] != (batch, heads, m):
-        _refuse("v", f"({batch}, {heads}, {m}, Dv) to match k", tuple(t.v.shape))
-    *samples, sets, rank, width = t.pivots.shape
-    if sets != heads or width != d or (samples and samples[0] != batch):
-        expected = f"({heads}, R, {d}), or ({batch}, {heads}, R, {d}) for every sample, in the space of the queries"
-        _refuse("pivots", expected, tuple(t.pivots.shape))
-    if rank < 1:
-        _refuse("pivots", "at least one pivot", tuple(t.pivots.shape))
+        _refuse("v", f"({batch}, {heads}, {m}, Dv) to match {second}", tuple(t.v.shape))
+    if t.pivots is not None:
+        _check_pivots(t.pivots, batch, heads, d)
+    elif d < 1:
+        _refuse(first, "scores with at least one pivot", tuple(t.q.shape))
+    rank = t.rank
     if t.log_masses.dim() != 2 or t.log_masses.shape != (heads, rank):
         _refuse("log_masses", f"({heads}, {rank})", tuple(t.log_masses.shape))
     if isinstance(s.eps, Tensor) and s.eps.dim() and s.eps.shape != (heads,):
@@ -103,6 +103,17 @@ def _check_shapes(t: Transport, s: Solve) -> None:
     for name, masses, length in (("query_masses", t.query_masses, n), ("key_masses", t.key_masses, m)):
         if masses is not None and not _has_shape_of_masses(masses, batch, heads, length):
             _refuse(name, f"({batch}, {length}) or ({batch}, {heads}, {length})", tuple(masses.shape))
+
+
+def _check_pivots(pivots: Tensor, batch: int, heads: int, d: int) -> None:
+    if pivots.dim() not in (3, 4):
+        _refuse("pivots", "shape (H, R, D) or (B, H, R, D)", tuple(pivots.shape))
+    *samples, sets, rank, width = pivots.shape
+    if sets != heads or width != d or (samples and samples[0] != batch):
+        expected = f"({heads}, R, {d}), or ({batch}, {heads}, R, {d}) for every sample, in the space of the queries"
+        _refuse("pivots", expected, tuple(pivots.shape))
+    if rank < 1:
+        _refuse("pivots", "at least one pivot", tuple(pivots.shape))
 
 
 def _has_shape_of_masses(x: Tensor, batch: int, heads: int, length: int) -> bool:
@@ -116,6 +127,8 @@ def _has_shape_of_masses(x: Tensor, batch: int, heads: int, length: int) -> bool
 def _check_options(s: Solve) -> None:
     if s.solver not in SOLVERS:
         _refuse("solver", " or ".join(map(repr, SOLVERS)), repr(s.solver))
+    if s.balance not in BALANCES:
+        _refuse("balance", " or ".join(map(repr, BALANCES)), repr(s.balance))
     if not isinstance(s.iters, int) or s.iters < 1:
         _refuse("iters", "an integer of at least 1", s.iters)
     for name, x in (("tol", s.tol), ("scale", s.scale)):

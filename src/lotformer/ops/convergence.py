@@ -27,5 +27,5 @@ def warn_of_a_miss(residual: Callable[[], Tensor], solve: Solve) -> None:
             f"LOT attention reached a residual of {missed[0]:.1e}, not the {wanted:.1e} that was asked for: columns of "
             "A do not all sum to what they should. Raise `eps`, normalise queries and keys, or pass them in float64; "
             "`return_residual=True` tells how far each head got. This is said once.",
-            stacklevel=3,
+            stacklevel=4,
         )

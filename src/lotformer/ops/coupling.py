@@ -17,9 +17,9 @@ class Coupling:
     Attributes:
         query_plan: P `(B, H, N, R)`; how each query spreads over the pivots. Rows sum to 1.
         key_plan: W `(B, H, M, R)`; how each pivot spreads over the keys. Columns sum to 1.
-        masses: masses of the pivots `(H, R)`.
+        masses: masses of the pivots `(H, R)`; where they are not imposed, what the queries send to them `(B, H, R)`.
         query_masses, key_masses: masses of the tokens in force, `(B, 1 or H, N)` and `(B, 1 or H, M)`, zero on
-            padding.
+            padding. Where nothing is imposed, those of the keys are what they receive.
         key_mask: which keys are real `(B, M)`; None if all are.
         backend: whose plans they are.
     """
@@ -79,7 +79,7 @@ class Coupling:
 
     def key_clusters(self) -> Tensor:
         """The soft clusters of the keys `(B, H, M, R)`: the mass each key receives from each pivot."""
-        return self.masses[:, None, :] * self.key_plan
+        return self.masses[..., None, :] * self.key_plan
 
     def rank(self) -> Tensor:
         """Numerical rank of A, `(B, H)`: never above the number of pivots."""

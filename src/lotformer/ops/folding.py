@@ -15,7 +15,7 @@ def folding(run: Run) -> Run:
     """
 
     def run_any(transport: Transport, solve: Solve) -> Result:
-        if transport.pivots.dim() == 3:
+        if transport.pivots is None or transport.pivots.dim() == 3:
             return run(transport, solve)
         batch, heads = transport.q.shape[:2]
 
@@ -53,7 +53,7 @@ def _folded(t: Transport, s: Solve) -> tuple[Transport, Solve]:
         q=fold(reference.zero_padding(t.q, t.query_mask)),
         k=fold(t.k),
         v=fold(t.v),
-        pivots=t.pivots.flatten(0, 1),
+        pivots=None if t.pivots is None else t.pivots.flatten(0, 1),
         log_masses=t.log_masses.repeat(batch, 1),
         query_masses=masses(reference.query_masses(t)) if queries_differ else None,
         key_masses=masses(reference.key_masses(t)) if keys_differ else None,

@@ -16,18 +16,27 @@ Solver = Literal["sinkhorn", "newton"]
 
 SOLVERS = get_args(Solver)
 
+Balance = Literal["both", "keys", "none"]
+"""Which marginals are imposed beside unit rows: the pivots' masses on the queries and the keys' masses on the keys, the
+keys' alone, or neither. See `reference`."""
+
+BALANCES = get_args(Balance)
+
 LEAST_LOG_MASS: dict[Solver, float] = {"sinkhorn": -1e4, "newton": -60.0}
 """Lighter pivots count as this light, which is nothing next to 1 in any precision. Sweeps only need it finite; the
 exact solver looks at the relative error of every pivot, which has no meaning for masses that underflow."""
 
 
 class Transport(NamedTuple):
-    """What is transported: tokens, values, the pivots they meet at, and the masses of all. Shapes: `lot_attention`."""
+    """What is transported: tokens, values, the pivots they meet at, and the masses of all. Shapes: `lot_attention`.
+
+    Without pivots, `q (B, H, N, R)` and `k (B, H, M, R)` are the scores of the tokens themselves.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    pivots: Tensor
+    pivots: Tensor | None
     log_masses: Tensor
     query_mask: Tensor | None = None
     key_mask: Tensor | None = None
@@ -36,19 +45,25 @@ class Transport(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, int]:
-        """`(B, H, N, M, R, D, Dv)`."""
+        """`(B, H, N, M, R, D, Dv)`; given scores, D is R."""
         batch, heads, n, d = self.q.shape
-        return batch, heads, n, self.k.shape[2], self.pivots.shape[-2], d, self.v.shape[3]
+        return batch, heads, n, self.k.shape[2], self.rank, d, self.v.shape[3]
+
+    @property
+    def rank(self) -> int:
+        """R, the number of pivots."""
+        return self.q.shape[3] if self.pivots is None else self.pivots.shape[-2]
 
 
 class Solve(NamedTuple):
-    """How it is solved: the temperature of the scores, and the solver with what ends it."""
+    """How it is solved: the temperature of the scores, the solver with what ends it, and what it has to impose."""
 
     eps: float | Tensor = 1.0
     solver: Solver = "sinkhorn"
     iters: int = 5
     tol: float | None = 1e-6
     scale: float | None = None
+    balance: Balance = "both"
 
     def temperature(self, dim: int) -> float | Tensor:
         """What scores of tokens of dimension `dim` are multiplied by: `scale / eps`, a number or one per head."""
@@ -56,7 +71,8 @@ class Solve(NamedTuple):
 
 
 Potentials = tuple[Tensor, Tensor]
-"""`g (B, H, R)` of the queries and of the keys, up to a constant: what the plans in `reference` are made of."""
+"""`g (B, H, R)` of the queries and of the keys, up to a constant: what the plans in `reference` are made of. Where
+a side is not solved, `log m` for the queries and anything for the keys."""
 
 
 class Result(NamedTuple):

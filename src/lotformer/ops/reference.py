@@ -9,6 +9,13 @@
 
     out = P (Wᵀ v)
 
+That is `balance="both"`, the paper's. Only the second solve makes A doubly stochastic, so it can be had for half the
+work, or given up:
+
+    "keys":  g = log m, no solve; f so that Σ_j m'_j W_ij = a2_i with m' = Pᵀ a1, what the queries have sent.
+             Columns of A still get their masses: Σ_i a1_i A_ik = Σ_j m'_j W_kj = a2_k. m is a prior.
+    "none":  g = log m and f = 0. Rows sum to 1; a key receives the implied mass Σ_j m'_j W_kj.
+
 A transport plan between tokens and pivots is `Γ_ij = a_i exp(f_i + s_ij + g_j)`. Both solvers find a potential g of the
 pivots, to which `f = -LSE_j(s + g)` belongs. Each plan has one marginal that is exact by construction and another that
 is as good as the solve.
@@ -31,21 +38,29 @@ class _Side(NamedTuple):
     scores: Tensor  # s, (B, H, tokens, R)
     log_a: Tensor  # (B, 1 or H, tokens); -inf where there is no mass
     exists: Tensor  # whether the sample has any mass, (B, 1 or H, 1, 1)
-    log_m: Tensor  # (H, 1, R)
+    log_m: Tensor  # (H, 1, R), or (B, H, 1, R) if it is what the queries have sent
+
+
+class _Solution(NamedTuple):
+    """Both sides and their potentials `g (…, 1, R)`."""
+
+    queries: _Side
+    keys: _Side
+    query_g: Tensor
+    key_g: Tensor
 
 
 def run(transport: Transport, solve: Solve) -> Result:
     """The operator: `P (Wᵀ v)` without forming the N×M matrix."""
     t = transport
     with torch.autocast(t.q.device.type, enabled=False):
-        queries, keys = _query_side(t, solve), _key_side(t, solve)
-        query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
-        query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
+        solution = _solution(t, solve)
+        query_plan, key_plan = _plans(solution, t, solve)
     out = mix(query_plan, key_plan, zero_padding(t.v, t.key_mask))
     return Result(
         out,
-        residual=lambda: _residual(queries, keys, query_g, key_g).to(solve_dtype(t.q)),
-        potentials=lambda: (query_g[..., 0, :].detach(), key_g[..., 0, :].detach()),
+        residual=lambda: _residual(solution, solve).to(solve_dtype(t.q)),
+        potentials=lambda: (_per_head(solution.query_g, t), _per_head(solution.key_g, t)),
     )
 
 
@@ -54,28 +69,22 @@ def plans(transport: Transport, solve: Solve, potentials: Potentials | None = No
 
     Those that `run` uses, or those of the given potentials.
     """
-    t = transport
-    with torch.autocast(t.q.device.type, enabled=False):
-        queries, keys = _query_side(t, solve), _key_side(t, solve)
-        if potentials is None:
-            query_g, key_g = _query_potential(queries, solve), _key_potential(keys, solve)
-        else:
-            query_g, key_g = (g[..., None, :] for g in potentials)
-        query_plan, key_plan = _query_plan(queries, query_g, t.query_mask), _key_plan(keys, key_g)
-    return query_plan.to(solve_dtype(t.q)), key_plan.to(solve_dtype(t.q))
+    with torch.autocast(transport.q.device.type, enabled=False):
+        query_plan, key_plan = _plans(_solution(transport, solve, potentials), transport, solve)
+    dtype = solve_dtype(transport.q)
+    return query_plan.to(dtype), key_plan.to(dtype)
 
 
 def residual(transport: Transport, solve: Solve, potentials: Potentials) -> Tensor:
     """How far the two plans of the potentials are from balanced, `ρ (B, H)`.
 
-    `ρ = max_j |b_j / m_j - 1|` over the pivots of both sides, where b are the masses that `softmax_j(s + g)` sends to
-    the pivots. Below 1, it bounds what a key's column of A misses of its sum: at most `2ρ / (1 - ρ)` of it. Pivots
-    without a mass to speak of are left out; a sample without queries or without keys has a residual of 0.
+    `ρ = max_j |b_j / m_j - 1|` over the pivots of the sides that are solved, where b are the masses that
+    `softmax_j(s + g)` sends to the pivots. Below 1, it bounds what a key's column of A misses of its sum: at most
+    `2ρ / (1 - ρ)` of it. Pivots without a mass to speak of are left out; a sample without queries or without keys has a
+    residual of 0, and so has every sample if nothing is imposed.
     """
     with torch.autocast(transport.q.device.type, enabled=False):
-        queries, keys = _query_side(transport, solve), _key_side(transport, solve)
-        query_g, key_g = (g[..., None, :] for g in potentials)
-        return _residual(queries, keys, query_g, key_g).to(solve_dtype(transport.q))
+        return _residual(_solution(transport, solve, potentials), solve).to(solve_dtype(transport.q))
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
@@ -98,6 +107,26 @@ def _pivot_potential(side: _Side, f: Tensor) -> Tensor:
     return side.log_m - torch.logsumexp(side.log_a[..., None] + side.scores + f, -2, keepdim=True)
 
 
+def _solution(t: Transport, s: Solve, potentials: Potentials | None = None) -> _Solution:
+    queries, keys = _query_side(t, s), _key_side(t, s)
+    if potentials is not None:
+        query_g, key_g = (g[..., None, :] for g in potentials)
+    else:
+        query_g = _query_potential(queries, s) if s.balance == "both" else queries.log_m
+    if s.balance != "both":
+        keys = keys._replace(log_m=_log_sent(queries, query_g, s))
+    if potentials is None:
+        key_g = torch.zeros_like(keys.log_m) if s.balance == "none" else _key_potential(keys, s)
+    return _Solution(queries, keys, query_g, key_g)
+
+
+def _log_sent(queries: _Side, g: Tensor, solve: Solve) -> Tensor:
+    """`log m' (B, H, 1, R)`, the masses that the queries send to the pivots; light ones count as `LEAST_LOG_MASS`."""
+    log_plan = torch.log_softmax(queries.scores + g, -1)
+    log_sent = torch.logsumexp(queries.log_a[..., None] + log_plan, -2, keepdim=True)
+    return log_sent.clamp_min(LEAST_LOG_MASS[solve.solver]).log_softmax(-1)
+
+
 def _query_potential(side: _Side, solve: Solve) -> Tensor:
     if solve.solver == "newton":
         return newton.potential(side.scores, side.log_a.exp(), side.log_m, tol=solve.tol)
@@ -116,17 +145,24 @@ def _key_potential(side: _Side, solve: Solve) -> Tensor:
     return g
 
 
-def _query_plan(side: _Side, g: Tensor, mask: Tensor | None) -> Tensor:
-    return zero_padding(torch.softmax(side.scores + g, -1), mask)
+def _plans(solution: _Solution, t: Transport, solve: Solve) -> tuple[Tensor, Tensor]:
+    queries, keys, query_g, key_g = solution
+    query_plan = zero_padding(torch.softmax(queries.scores + query_g, -1), t.query_mask)
+    f = 0.0 if solve.balance == "none" else _token_potential(keys, key_g)
+    return query_plan, torch.softmax(keys.log_a[..., None] + keys.scores + f, -2) * keys.exists
 
 
-def _key_plan(side: _Side, g: Tensor) -> Tensor:
-    return torch.softmax(side.log_a[..., None] + side.scores + _token_potential(side, g), -2) * side.exists
+def _per_head(g: Tensor, t: Transport) -> Tensor:
+    """`(…, 1, R)` as `(B, H, R)`."""
+    return g.detach()[..., 0, :].expand(*t.q.shape[:2], -1)
 
 
 @torch.no_grad()
-def _residual(queries: _Side, keys: _Side, query_g: Tensor, key_g: Tensor) -> Tensor:
-    error = torch.maximum(_column_errors(queries, query_g), _column_errors(keys, key_g))
+def _residual(solution: _Solution, solve: Solve) -> Tensor:
+    queries, keys, query_g, key_g = solution
+    error = torch.zeros_like(keys.scores[..., :1, :]) if solve.balance == "none" else _column_errors(keys, key_g)
+    if solve.balance == "both":
+        error = torch.maximum(error, _column_errors(queries, query_g))
     counts = queries.exists & keys.exists & (keys.log_m > LEAST_LOG_MASS["newton"])
     return torch.where(counts, error, 0.0).amax((-2, -1))
 
@@ -148,8 +184,9 @@ def _side(t: Transport, s: Solve, x: Tensor, mask: Tensor | None, a: Tensor) -> 
     dtype = newton.precision(x) if s.solver == "newton" else solve_dtype(x)
     temperature = s.temperature(x.shape[-1])
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(dtype).expand(t.pivots.shape[-3])[:, None, None]
-    scores = zero_padding(x, mask).to(dtype) @ (t.pivots.to(dtype) * temperature).mT
+        temperature = temperature.to(dtype).expand(x.shape[1])[:, None, None]
+    x = zero_padding(x, mask).to(dtype)
+    scores = x * temperature if t.pivots is None else x @ (t.pivots.to(dtype) * temperature).mT
     log_a, exists = log_token_masses(_normalised(a.to(dtype)))
     return _Side(scores, log_a, exists, log_pivot_masses(t, s, dtype))
 

@@ -49,7 +49,9 @@ def why_unavailable() -> str | None:
     )
 
 
-def why_unsupported(transport: Transport) -> str | None:
+def why_unsupported(transport: Transport, solve: Solve) -> str | None:
+    if transport.pivots is None or solve.balance != "both":
+        return "it takes tokens with pivots, and balances both sides."
     q = transport.q
     if q.device.type != "cpu":
         return f"it runs on the CPU and the tensors are on {q.device}."
@@ -98,7 +100,8 @@ _COUNT = len(_Tensors._fields)
 
 def run(transport: Transport, solve: Solve) -> Result:
     t = transport
-    heads = t.q.shape[1]
+    assert t.pivots is not None
+    heads, rank = t.q.shape[1], t.rank
     temperature = solve.temperature(t.q.shape[3])
     per_head = None
     if isinstance(temperature, Tensor):
@@ -125,7 +128,7 @@ def run(transport: Transport, solve: Solve) -> Result:
     return Result(
         out,
         residual=lambda: state.select(-1, _RESIDUAL),
-        potentials=lambda: _potentials(state, t.pivots.shape[-2], options),
+        potentials=lambda: _potentials(state, rank, options),
     )
 
 

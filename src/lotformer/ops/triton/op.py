@@ -23,6 +23,7 @@ _COUNT = len(Inputs._fields)
 def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) -> Result:
     """The operator. What is small (temperature, normalised masses) stays with PyTorch, which differentiates it."""
     t = transport
+    assert t.pivots is not None
     _, _, n, m, rank, dim, _ = t.shape
     temperature = solve.temperature(dim)
     if isinstance(temperature, Tensor):
