@@ -1,6 +1,7 @@
 """Training runs of the toy task in processes of their own.
 
-`together` forks processes that already have everything imported. As a script, for torchrun:
+`together` forks them from a server that has everything imported and has never run a thread: OpenMP's pool does not
+survive a fork, so a child of the tests' own process would wait forever. As a script, for torchrun:
 
     torchrun --nproc-per-node=2 training_run.py OUT SETTINGS-AS-JSON
 
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
 from torch import multiprocessing
 
 from lotformer.training.run import train
 from lotformer.training.torture import ToySettings, ToyTask
+
+
+# what the server imports; it does not know this folder, so this module itself cannot be among them
+PRELOADED = ["lotformer.training.torture", "accelerate", "torch.utils.tensorboard"]
 
 
 class Mortal(ToyTask):
@@ -43,19 +46,22 @@ def run(out: Path, settings: dict[str, Any]) -> None:
     train(Mortal(ToySettings(**settings)), out, resume=True)
 
 
-def together(processes: int, out: Path, settings: dict[str, Any]) -> None:
+def together(processes: int, out: Path, settings: dict[str, Any], environment: dict[str, str] | None = None) -> None:
     """The run on several processes that know of each other, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.start_processes(_fork, (processes, port, out, settings), processes, start_method="fork")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    arguments = (processes, port, out, settings, environment or {})
+    multiprocessing.start_processes(_join, arguments, processes, start_method="forkserver")
 
 
-def _fork(rank: int, processes: int, port: int, out: Path, settings: dict[str, Any]) -> None:
+def _join(
+    rank: int, processes: int, port: int, out: Path, settings: dict[str, Any], environment: dict[str, str]
+) -> None:
+    os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    AcceleratorState._reset_state(reset_partial_state=True)  # what earlier tests of the parent have left
-    PartialState._reset_state()
     run(out, settings)
     torch.distributed.destroy_process_group()
 

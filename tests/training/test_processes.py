@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,9 @@ def state(out: Path) -> dict[str, Any]:
     return torch.load(out / LAST, weights_only=True)["state"]
 
 
-@contextmanager
-def kill(rank: str, step: str) -> Iterator[None]:
-    """While inside, a process of every run kills itself during a step."""
-    os.environ |= {"KILL_RANK": rank, "KILL_AT": step}
-    try:
-        yield
-    finally:
-        del os.environ["KILL_RANK"], os.environ["KILL_AT"]
+def kill(rank: int, step: int) -> dict[str, str]:
+    """The environment in which a process kills itself during a step."""
+    return {"KILL_RANK": str(rank), "KILL_AT": str(step)}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +53,8 @@ def test_the_loss_curve_is_that_of_one_process(processes, settings, alone, tmp_p
 
 
 def test_another_number_of_processes_goes_on_with_the_same_data(alone, tmp_path):
-    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
-        together(2, tmp_path, SETTINGS)
+    with pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(2, tmp_path, SETTINGS, kill(rank=1, step=5))
     together(1, tmp_path, SETTINGS)
     assert state(tmp_path)["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
@@ -71,8 +64,8 @@ def test_several_processes_resume_bit_for_bit(processes, settings, tmp_path):
     settings = {**SETTINGS, **settings, "dropout": 0.1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     together(processes, whole, settings)
-    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
-        together(processes, parts, settings)
+    with pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(processes, parts, settings, kill(rank=1, step=5))
     assert state(parts)["step"] == 3
     together(processes, parts, settings)
     ended = [state(folder) for folder in (parts, whole)]
@@ -87,7 +80,7 @@ def test_a_process_that_dies_ends_the_run_with_its_name(tmp_path):
         [*launcher, training_run.__file__, str(tmp_path), json.dumps(SETTINGS)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "KILL_RANK": "1", "KILL_AT": "5"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **kill(rank=1, step=5)},
         check=False,
     )
     assert process.returncode != 0
