@@ -24,7 +24,6 @@ from torch import multiprocessing
 from lotformer.training.run import train
 from lotformer.training.torture import ToySettings, ToyTask
 
-
 # what the server imports; it does not know this folder, so this module itself cannot be among them
 PRELOADED = ["lotformer.training.torture", "accelerate", "torch.utils.tensorboard"]
 
