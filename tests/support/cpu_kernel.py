@@ -16,6 +16,21 @@ needs_kernel = pytest.mark.skipif(
 
 Inputs = dict[str, Tensor]
 
+FORMS: dict[str, dict[str, Any]] = {
+    "sinkhorn": {"solver": "sinkhorn"},
+    "newton": {"solver": "newton"},
+    "sinkhorn, keys": {"solver": "sinkhorn", "balance": "keys"},
+    "newton, keys": {"solver": "newton", "balance": "keys"},
+    "none": {"balance": "none"},
+}
+"""Options of everything the kernel can solve or leave."""
+
+
+def exact(form: str) -> dict[str, Any]:
+    """The same for a reference to compare with."""
+    options = FORMS[form]
+    return options | ({"tol": 1e-11} if options.get("solver") == "newton" else {})
+
 
 def problem(
     batch: int = 2,
@@ -51,7 +66,7 @@ def problem(
 
 
 def run(x: Inputs, dtype: torch.dtype, backend: str, cotangent: Tensor | None = None, **options: Any) -> Inputs:
-    """Output and gradients of every floating-point input, of `eps` too if it is a tensor."""
+    """Output and gradients of every floating-point input, of `eps` too if it is a tensor; zero where it has no part."""
     narrow = {"q", "k", "v"}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = {name: t.to(dtype if name in narrow else wide).detach().clone() for name, t in x.items()}
@@ -64,7 +79,8 @@ def run(x: Inputs, dtype: torch.dtype, backend: str, cotangent: Tensor | None = 
     if cotangent is None:
         generator = torch.Generator().manual_seed(1)
         cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(dtype).to(out.dtype))
+    cotangent = cotangent.to(dtype).to(out.dtype)
+    grads = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True, materialize_grads=True)
     return {"out": out.detach()} | {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 

@@ -175,19 +175,22 @@ struct Measure {
   float *log_mass, *mass;    // (padded): log m and kNothing, m and 0
 };
 
-// Normalised masses of the pivots of a head; what is beyond the rank weighs nothing.
-static void read_masses(const Call& c, int64_t h, int padded, float* log_mass, float* mass) {
-  const float* given = c.log_masses + h * c.rank;
-  auto weighed = [&](int j) { return most(given[j], c.least_log_mass); };
-  float top = weighed(0);
-  for (int j = 1; j < c.rank; j++) top = most(top, weighed(j));
-  double total = 0;
-  for (int j = 0; j < c.rank; j++) total += exp(double(weighed(j) - top));
+// Masses of the pivots, given as logarithms, with sum 1; what is beyond the rank weighs nothing. Not a number stays so.
+template <class T>
+static void normalise_masses(const T* given, int rank, float lightest, int padded, float* log_mass, float* mass) {
+  auto weighed = [&](int j) { return double(given[j] < lightest ? T(lightest) : given[j]); };
+  double top = weighed(0), total = 0;
+  for (int j = 1; j < rank; j++) top = most(top, weighed(j));
+  for (int j = 0; j < rank; j++) total += exp(weighed(j) - top);
   const double norm = top + log(total);
   for (int j = 0; j < padded; j++) {
-    log_mass[j] = j < c.rank ? float(weighed(j) - norm) : kNothing;
-    mass[j] = j < c.rank ? float(exp(weighed(j) - norm)) : 0.f;
+    log_mass[j] = j < rank ? float(weighed(j) - norm) : kNothing;
+    mass[j] = j < rank ? float(exp(weighed(j) - norm)) : 0.f;
   }
+}
+
+static void read_masses(const Call& c, int64_t h, int padded, float* log_mass, float* mass) {
+  normalise_masses(c.log_masses + h * c.rank, c.rank, c.least_log_mass, padded, log_mass, mass);
 }
 
 static int64_t pivots_at(const Call& c, int64_t b, int64_t h) {

@@ -116,7 +116,8 @@ void give_back(StableIValue* stack, const Tensors&... results) {
 
 #define LOT_INPUTS                                                                                                   \
   "Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor? temperatures, Tensor? query_masses, "     \
-  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol"
+  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol, "   \
+  "int balance"
 
 // LOT_INPUTS as they come.
 struct Given {
@@ -128,6 +129,7 @@ struct Given {
   double temperature = next.number();
   int64_t solver = next.integer(), iters = next.integer();
   double tol = next.number();
+  int64_t balance = next.integer();
 };
 
 // The inputs both directions share, held alive in the layout the kernel reads.
@@ -194,6 +196,7 @@ struct Inputs {
     call.masks[lot::kQuery] = mask(given.query_mask);
     call.masks[lot::kKey] = mask(given.key_mask);
     call.solver = lot::Solver(given.solver);
+    call.balance = lot::Balance(given.balance);
     call.least_log_mass = lot::least_log_mass(call.solver);
     call.iters = int(given.iters);
     call.tol = given.tol;
@@ -227,7 +230,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Inputs in(next);
   lot::Call& c = in.call;
   Tensor out = output_like(in.given.q, in.v);
-  Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c)});
   Tensor mixed = floats(in.q, {c.batch, c.heads, c.rank, c.value_dim});
   c.out = rows(out);
   c.state = data(state);
@@ -244,7 +247,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   lot::Call& c = in.call;
   const Tensor& q = in.q;
   expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[lot::kQuery], c.value_dim});
-  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c)});
   expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor dpivots = c.own_pivots ? floats(q, {c.batch, c.heads, c.rank, c.dim}) : floats(q, {c.heads, c.rank, c.dim});

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Potentials, Result, Solve, Transport
+from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport
+from ..reference import log_pivot_masses
 
 _load_error: str | None = None
 try:
@@ -23,7 +24,8 @@ STATE_NOTES = 4
 
 _QUERY_FORM, _KEY_FORM, _KEY_ORIGIN, _RESIDUAL = range(-STATE_NOTES, 0)
 
-_SOLVERS = {"sinkhorn": 0, "newton": 1}
+_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
+_BALANCES = {name: number for number, name in enumerate(BALANCES)}
 _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops each head on its own anyway
 
 
@@ -50,8 +52,8 @@ def why_unavailable() -> str | None:
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    if transport.pivots is None or solve.balance != "both":
-        return "it takes tokens with pivots, and balances both sides."
+    if transport.pivots is None:
+        return "it takes tokens with pivots."
     q = transport.q
     if q.device.type != "cpu":
         return f"it runs on the CPU and the tensors are on {q.device}."
@@ -89,6 +91,20 @@ class _Options(NamedTuple):
     solver: int
     iters: int
     tol: float
+    balance: int
+
+    @property
+    def query_vectors(self) -> int:
+        """Vectors in the state that are about the queries, see `call.h`."""
+        if self.balance != _BALANCES["both"]:
+            return int(self.balance == _BALANCES["keys"])
+        return 2 if self.is_newton else self.iters
+
+    @property
+    def key_vectors(self) -> int:
+        if self.balance == _BALANCES["none"]:
+            return 1
+        return 3 if self.is_newton else self.iters + 1
 
     @property
     def is_newton(self) -> bool:
@@ -101,7 +117,7 @@ _COUNT = len(_Tensors._fields)
 def run(transport: Transport, solve: Solve) -> Result:
     t = transport
     assert t.pivots is not None
-    heads, rank = t.q.shape[1], t.rank
+    heads = t.q.shape[1]
     temperature = solve.temperature(t.q.shape[3])
     per_head = None
     if isinstance(temperature, Tensor):
@@ -123,12 +139,13 @@ def run(transport: Transport, solve: Solve) -> Result:
         solver=_SOLVERS[solve.solver],
         iters=solve.iters,
         tol=_TIGHT if solve.tol is None else solve.tol,
+        balance=_BALANCES[solve.balance],
     )
     out, state, _ = _forward(*tensors, *options)
     return Result(
         out,
         residual=lambda: state.select(-1, _RESIDUAL),
-        potentials=lambda: _potentials(state, rank, options),
+        potentials=lambda: _potentials(state, transport, solve, options),
     )
 
 
@@ -162,19 +179,26 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _state_size(options: _Options, rank: int) -> int:
-    return (5 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
+    return (options.query_vectors + options.key_vectors) * rank + STATE_NOTES
 
 
-def _potentials(state: Tensor, rank: int, options: _Options) -> Potentials:
+def _potentials(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Potentials:
     """Of the last sweep, or of the exact solve, out of the state of `cpu_forward`; `call.h` says how it is laid out."""
+    rank, keys = transport.rank, options.query_vectors
+
+    def solved(first: int, form: int) -> Tensor:
+        """Of a side whose vectors start at the first."""
+        if options.is_newton:
+            return vector(first).double() + vector(first + 1)
+        return _potential(vector(first + options.iters - 1), state[..., form, None])
 
     def vector(index: int) -> Tensor:
         return state[..., index * rank : (index + 1) * rank]
 
-    if options.is_newton:
-        return vector(0).double() + vector(1), vector(2).double() + vector(3)
-    query_form, key_form = (state[..., note, None] for note in (_QUERY_FORM, _KEY_FORM))
-    return _potential(vector(options.iters - 1), query_form), _potential(vector(2 * options.iters - 1), key_form)
+    if solve.balance == "both":
+        return solved(0, _QUERY_FORM), solved(keys, _KEY_FORM)
+    prior = log_pivot_masses(transport, solve)[:, 0].detach().expand(*state.shape[:2], -1)
+    return prior, torch.zeros_like(prior) if solve.balance == "none" else solved(keys, _KEY_FORM)
 
 
 def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
       column[t] = float(columns[v * W + t]);
       next[t] = float(p.mass[v * W + t] / columns[v * W + t]);
     }
-    const VI real = load(p.log_mass + v * W) > 0.5f * kNothing;
+    const VI real = ~(load(p.log_mass + v * W) <= 0.5f * kNothing);  // also what is not a number
     sound &= ((column * scaling.low > kLost) & (column < 1e30f)) | ~real;
     low = real && next < low ? next : low;
     high = real && next > high ? next : high;
