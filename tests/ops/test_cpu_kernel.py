@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lotformer.ops import lot_attention
-from support.cpu_kernel import FORMS, assert_agrees, errors, exact, needs_kernel, problem, run
+from support.cpu_kernel import FORMS, assert_agrees, errors, exact, needs_kernel, problem, run, scored
 
 pytestmark = needs_kernel
 
@@ -60,6 +60,17 @@ def test_at_large_eps_it_is_as_good_as_fp32_can_be(shape: str, eps: float) -> No
     plain = errors(run(x, torch.float32, "reference", eps=eps), expected)
     for name, error in errors(run(x, torch.float32, "cpu", eps=eps), expected).items():
         assert error <= max(1e-5, 2 * plain[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("eps", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("shape", ["deit", "odd", "more pivots than tokens", "several ranges"])
+def test_given_scores_agree(shape: str, eps: float, form: str) -> None:
+    x = scored(problem(**SHAPES[shape], query_masses=True, key_masses=True))
+    heads = x["q"].shape[1]
+    got = run(x, torch.float32, "cpu", eps=torch.full((heads,), eps), **FORMS[form])
+    eps_of_heads = torch.full((heads,), eps).double()
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps_of_heads, **exact(form)), tolerance(eps), x)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -153,16 +164,17 @@ def test_a_common_offset_of_the_values_does_not_spoil_the_score_gradient() -> No
 @pytest.mark.parametrize("eps", [1.0, 0.1])
 def test_bf16_inputs_are_computed_in_fp32(eps: float, form: str) -> None:
     """The only roundings are those of the inputs, which both sides share, and of the results."""
-    x = problem(n=99, m=70, rank=24, dim=40)
-    x = {name: t.bfloat16().double() if name in ("q", "k", "v") else t for name, t in x.items()}
-    cotangent = torch.randn(2, 3, 99, 40, dtype=torch.float64).bfloat16().double()
-    got = run(x, torch.bfloat16, "cpu", cotangent, eps=eps, **FORMS[form])
-    assert got["out"].dtype == torch.bfloat16
-    expected = run(x, torch.float64, "reference", cotangent, eps=eps, **exact(form))
-    half_unit = 2.0**-9
-    assert_agrees(got, expected, half_unit)
-    for name in ("pivots", "log_masses"):  # fp32 results of fp32 arithmetic
-        assert_agrees({"x": got[f"grad of {name}"]}, {"x": expected[f"grad of {name}"]}, 2e-5)
+    plain = problem(n=99, m=70, rank=24, dim=40)
+    for given in (plain, scored(plain)):
+        x = {name: t.bfloat16().double() if name in ("q", "k", "v") else t for name, t in given.items()}
+        cotangent = torch.randn(2, 3, 99, 40, dtype=torch.float64).bfloat16().double()
+        got = run(x, torch.bfloat16, "cpu", cotangent, eps=eps, **FORMS[form])
+        assert got["out"].dtype == torch.bfloat16
+        expected = run(x, torch.float64, "reference", cotangent, eps=eps, **exact(form))
+        half_unit = 2.0**-9
+        assert_agrees(got, expected, half_unit)
+        for name in {"pivots", "log_masses"} & x.keys():  # fp32 results of fp32 arithmetic
+            assert_agrees({"x": got[f"grad of {name}"]}, {"x": expected[f"grad of {name}"]}, 2e-5)
 
 
 def test_long_sums_do_not_drift() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lotformer.ops import lot_attention
-from support.cpu_kernel import FORMS, assert_agrees, needs_kernel, problem, run
+from support.cpu_kernel import FORMS, assert_agrees, attend, needs_kernel, problem, run, scored
 
 pytestmark = needs_kernel
 
@@ -43,6 +43,8 @@ def test_masked_results_agree_with_the_reference(queries: str, keys: str, masses
             mask = mask[:, None] if x[f"{side}_masses"].dim() == 3 else mask
             real = x[f"{side}_masses"] * mask
             x[f"{side}_masses"] = (real / real.sum(-1, keepdim=True).clamp_min(1e-9)).float().double()
+    if masses and queries == "holes":
+        x = scored(x)
     got = run(x, torch.float32, "cpu", eps=0.5, **FORMS[form], **options)
     expected = run(x, torch.float64, "reference", eps=0.5, **FORMS[form], **options)
     assert_agrees(got, expected, 1e-5, floor=0.1)
@@ -89,15 +91,17 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("given", ["pivots", "scores"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_layouts_do_not_change_the_result(layout: str, dtype: torch.dtype) -> None:
-    x = {name: t.to(dtype if name in "qkv" else torch.float32) for name, t in problem(dim=16).items()}
+def test_layouts_do_not_change_the_result(layout: str, dtype: torch.dtype, given: str) -> None:
+    plain = problem(rank=16, dim=16, value_dim=32) if given == "pivots" else scored(problem(rank=16))
+    x = {name: t.to(dtype if name in "qkv" else torch.float32) for name, t in plain.items()}
     arranged = {name: LAYOUTS[layout](t) if name in "qkv" else t for name, t in x.items()}
     results = []
     for inputs in (x, arranged):
         leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
-        out = lot_attention(**leaves, backend="cpu")
+        out = attend(leaves, backend="cpu")
         results.append((out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out).cumsum(2))))
     for plain, strided in zip(*results, strict=True):
         torch.testing.assert_close(strided, plain, rtol=0, atol=0)
@@ -114,10 +118,12 @@ def test_an_expanded_gradient_is_accepted() -> None:
 
 def test_the_output_keeps_the_layout_of_the_queries() -> None:
     """So that a host which transposes back before its projection gets a view."""
-    x = {name: t.float() for name, t in problem().items()}
-    q = x["q"].transpose(1, 2).contiguous().transpose(1, 2)
-    out = lot_attention(**(x | {"q": q}), backend="cpu")
-    assert out.transpose(1, 2).is_contiguous()
+    plain = problem()
+    for given in (plain, scored(plain)):
+        x = {name: t.float() for name, t in given.items()}
+        q = x["q"].transpose(1, 2).contiguous().transpose(1, 2)
+        assert attend(x | {"q": q}, backend="cpu").transpose(1, 2).is_contiguous()
+        assert attend(x, backend="cpu").is_contiguous()
 
 
 sizes = st.integers(1, 70)
@@ -140,6 +146,8 @@ def test_any_shape_stride_and_mask_agrees(
     for side, length in (("query_mask", n), ("key_mask", m)):
         if data.draw(st.booleans(), side):
             options[side] = torch.rand(batch, length, generator=generator) < 0.7
+    if data.draw(st.booleans(), "scores are given"):
+        x = scored(x)
     expected = run(x, torch.float64, "reference", **options)
     assert_agrees(run(x, torch.float32, "cpu", **options), expected, 1e-5, floor=0.1 / options["eps"])
 

@@ -20,11 +20,24 @@ LOT_INLINE void multiply_rows(const View& e, int count, int vectors, const Block
     }
 }
 
-// From the gradient ds of the scores of a block to its dx = ds · scaled pivots, and to the pivots' gradient.
+// Before the first block of a side.
+static void start_totals(const Head& head) {
+  if (head.pivots.scaled) start_products(head, head.pivots.dim_padded);
+  for (int w = 0; w < head.workers; w++) head.worker[w].top = 0;
+}
+
+// From the gradient ds of the scores of a block to its dx = ds · scaled pivots, and to the pivots' gradient. Where scores
+// are given, to that of the temperature, in `top`.
 static void push_block(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const View& ds,
                        const Rows& dx) {
   const Measure& p = head.pivots;
   const Block to = target_rows(t, dx, i, p.dim, k.output);
+  if (!p.scaled) {
+    const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
+    for (int l = 0; l < count; l++) k.top += dot_double(x.data + l * x.ld, ds.data + l * ds.ld, p.padded);
+    scale_block(ds, count, p.temperature, p.vectors, to);
+    return write_rows(t, dx, i, count, p.dim, to, k.output);
+  }
   multiply_nn(ds.data, ds.ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, to.data, to.ld);
   write_rows(t, dx, i, count, p.dim, to, k.output);
   const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
@@ -34,6 +47,8 @@ static void push_block(const Head& head, const Tokens& t, Worker& k, int64_t i, 
 // After the last block.
 static void add_to_totals(const Head& head, Totals& totals) {
   const Measure& p = head.pivots;
+  for (int w = 0; w < head.workers; w++) *totals.temperature += head.worker[w].top;
+  if (!p.scaled) return;
   collect_products(head, p.dim_padded);
   double inner = 0;
   for (int j = 0; j < p.rank; j++) {
@@ -50,7 +65,7 @@ static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
-  start_products(head, p.dim_padded);
+  start_totals(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
@@ -106,7 +121,7 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
   const Head& head = *r.head;
   const int rank = head.pivots.rank, rounds = head.call->iters;
   const bool logarithmic = notes[side] != 0;
-  const float* start = logarithmic ? zero_potential(head) : ones(head);
+  const float* start = logarithmic ? head.pivots.zero : ones(head);
   auto saved = [&](int sweep) {  // the potential after this many column half-steps
     return sweep == 0 ? start : potential_or_scaling(head, state + int64_t(sweep - 1) * rank, logarithmic);
   };
@@ -212,7 +227,7 @@ static void reverse_keys_unsolved(const Head& head, const Tokens& t, const float
   const Scope scope(c.host);
   const Rows dx = at_head(c.grad_tokens[kKey], c.bf16, head.b, head.h);
   double* log_mass = c.grad_masses[kKey] ? head.arena.zeros<double>(t.count) : nullptr;
-  start_products(head, head.pivots.dim_padded);
+  start_totals(head);
   reverse_average(head, t, values, dv, potential_or_scaling(head, state, true), y, log_mass,
                   [&](Worker& k, int64_t i, int count, const View& ds) { push_block(head, t, k, i, count, ds, dx); });
   add_to_totals(head, totals);
@@ -274,15 +289,15 @@ static void backward_sample(Head& head, Totals totals) {
 // belong to one sample need no sum.
 struct PartialTotals {
   const Call* call;
-  float* pivots;     // (groups, heads, rank, dim), nullptr if every sample has its own
+  float* pivots;     // (groups, heads, rank, dim), nullptr if every sample has its own or there are none
   double* numbers;   // (groups, heads, rank + 1)
 
   Totals of(int64_t group, int64_t b, int64_t h) const {
     const Call& c = *call;
     const int64_t which = group * c.heads + h;
     double* log_masses = numbers + which * (c.rank + 1);
-    float* own = pivots ? pivots + which * c.rank * c.dim : c.grad_pivots + pivots_at(c, b, h);
-    return {own, log_masses, log_masses + c.rank};
+    float* own = c.own_pivots ? c.grad_pivots + pivots_at(c, b, h) : nullptr;
+    return {pivots ? pivots + which * c.rank * c.dim : own, log_masses, log_masses + c.rank};
   }
 };
 
@@ -292,7 +307,8 @@ static void backward(const Call& c) {
   const Arena arena{&c.host};
   const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
   const int64_t size = int64_t(c.rank) * c.dim;
-  const PartialTotals totals{&c, c.own_pivots ? nullptr : arena.zeros<float>(groups * c.heads * size),
+  const bool shared = c.pivots && !c.own_pivots;
+  const PartialTotals totals{&c, shared ? arena.zeros<float>(groups * c.heads * size) : nullptr,
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
   each_head(c, groups, [&](Head& head, int64_t group) {
     for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.b, head.h));

@@ -52,8 +52,6 @@ def why_unavailable() -> str | None:
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    if transport.pivots is None:
-        return "it takes tokens with pivots."
     q = transport.q
     if q.device.type != "cpu":
         return f"it runs on the CPU and the tensors are on {q.device}."
@@ -75,7 +73,7 @@ class _Tensors(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    pivots: Tensor
+    pivots: Tensor | None
     log_masses: Tensor
     temperatures: Tensor | None  # (H,), or None: then the number in the options
     query_masses: Tensor | None  # (B, H, N)
@@ -116,7 +114,6 @@ _COUNT = len(_Tensors._fields)
 
 def run(transport: Transport, solve: Solve) -> Result:
     t = transport
-    assert t.pivots is not None
     heads = t.q.shape[1]
     temperature = solve.temperature(t.q.shape[3])
     per_head = None
@@ -126,7 +123,7 @@ def run(transport: Transport, solve: Solve) -> Result:
         q=_rows(t.q),
         k=_rows(t.k),
         v=_rows(t.v),
-        pivots=_floats(t.pivots),
+        pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
         query_masses=_per_head(t.query_masses, heads),
@@ -210,8 +207,13 @@ def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
     q, v = tensors.q, tensors.v
     batch, heads, n, dim = q.shape
-    rank, value_dim = tensors.pivots.shape[-2], v.shape[3]
-    out = _fresh_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
+    rank, value_dim = tensors.log_masses.shape[1], v.shape[3]
+    if dim == value_dim:
+        out = _fresh_like(q)
+    elif q.stride(1) >= q.stride(2):
+        out = q.new_empty((batch, heads, n, value_dim))
+    else:
+        out = q.new_empty((batch, n, heads, value_dim)).transpose(1, 2)
     state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
     return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
 
@@ -220,7 +222,8 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     t = _Tensors(*inputs[:_COUNT])
     batch, heads, n, _ = t.q.shape
     lengths = (0 if t.query_masses is None else n, 0 if t.key_masses is None else t.k.shape[2])
-    small = (x.new_empty(x.shape, dtype=torch.float32) for x in (t.pivots, t.log_masses))
+    shapes = ((0,) if t.pivots is None else t.pivots.shape, t.log_masses.shape)
+    small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
     return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)

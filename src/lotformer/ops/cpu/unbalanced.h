@@ -85,7 +85,8 @@ static void fade_sums(const Worker& k, const float* fade, int padded, int width)
 static void average_values(const Head& head, const Tokens& t, const Rows& values, float* closing) {
   const Measure& p = head.pivots;
   const int width = head.value_padded;
-  float *tops = head.arena.take<float>(head.workers * p.padded), *fades = head.arena.take<float>(head.workers * p.padded);
+  float* tops = head.arena.take<float>(head.workers * p.padded);
+  float* fades = head.arena.take<float>(head.workers * p.padded);
   start_columns(head);
   start_products(head, width);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
