@@ -119,8 +119,8 @@ def test_an_expanded_gradient_is_accepted() -> None:
 def test_the_output_keeps_the_layout_of_the_queries() -> None:
     """So that a host which transposes back before its projection gets a view."""
     plain = problem()
-    for given in (plain, scored(plain)):
-        x = {name: t.float() for name, t in given.items()}
+    for either in (plain, scored(plain)):
+        x = {name: t.float() for name, t in either.items()}
         q = x["q"].transpose(1, 2).contiguous().transpose(1, 2)
         assert attend(x | {"q": q}, backend="cpu").transpose(1, 2).is_contiguous()
         assert attend(x, backend="cpu").is_contiguous()
