@@ -295,6 +295,8 @@ class TestLoaders:
             function(bert(), ["text"])
         with pytest.raises(TypeError, match=r"got list of str\. Tokenise"):
             function(bert(), [["one", "two"]])
+        with pytest.raises(TypeError, match=r"'input_ids' is a list: .*return_tensors='pt'"):
+            function(bert(), [{"input_ids": [[1, 5, 2], [1, 6, 2]]}])
 
 
 def test_something_is_left_to_learn_from_when_all_should_be_held_back():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +216,29 @@ def test_masses_of_pivots_are_judged_as_the_kernel_sees_them() -> None:
     x["log_masses"] = torch.tensor([0.6, 0.45]).log().expand(3, 2)
     with pytest.raises(ValueError, match=r"`log_masses`.*log_softmax"):
         lot_attention(**x, backend="cpu")
+
+
+@needs_kernel
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_call_that_finds_no_memory_says_so_and_keeps_none(solver: str) -> None:
+    tokens, rank = 50_000, 250  # 48 MiB of scores
+    q, k, v = torch.randn(3, 1, 1, tokens, 8)
+    pivots, log_masses = torch.randn(1, rank, 8), torch.full((1, rank), 1 / rank).log()
+    few = lot_attention(q[:, :, :9], k, v, pivots, log_masses, solver="sinkhorn", backend="cpu")
+    limit, used = resource.getrlimit(resource.RLIMIT_AS), []
+    resource.setrlimit(resource.RLIMIT_AS, (_virtual_memory() + (30 << 20), limit[1]))
+    try:
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="lotformer: out of memory"):
+                lot_attention(q, k, v, pivots, log_masses, solver=solver, backend="cpu")
+            used.append(_virtual_memory())
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert used[-1] - used[0] < 4 << 20
+    again = lot_attention(q[:, :, :9], k, v, pivots, log_masses, solver="sinkhorn", backend="cpu")
+    assert torch.equal(again, few)
+
+
+def _virtual_memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

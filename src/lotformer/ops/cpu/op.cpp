@@ -8,9 +8,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -54,7 +56,16 @@ const lot::Kernel& chosen_kernel() {
 lot::Host host() {
   lot::Host h;
   h.parallel = [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
-    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(begin, end, context); });
+    // Across the boundary to torch's threads an exception loses its message.
+    std::atomic<bool> starved{false};
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      try {
+        body(begin, end, context);
+      } catch (const std::bad_alloc&) {
+        starved = true;
+      }
+    });
+    if (starved) throw std::bad_alloc();
   };
   h.threads = [] { return int(torch::stable::get_num_threads()); };
   h.scratch = lot::take_scratch;
@@ -230,6 +241,14 @@ Tensor output_like(const Tensor& q, const Tensor& v) {
   return torch::stable::transpose(torch::stable::new_empty(q, std::vector<int64_t>{batch, n, heads, width}), 1, 2);
 }
 
+void run(void (*kernel)(const lot::Call&), const lot::Call& call) {
+  try {
+    kernel(call);
+  } catch (const std::bad_alloc&) {
+    STD_TORCH_CHECK(false, "lotformer: out of memory. The CPU kernel keeps a number for every token and pivot of a head.");
+  }
+}
+
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
   Inputs in(next);
@@ -240,7 +259,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   c.out = rows(out);
   c.state = data(state);
   c.mixed = data(mixed);
-  chosen_kernel().forward(c);
+  run(chosen_kernel().forward, c);
   give_back(stack, out, state, mixed);
 }
 
@@ -275,7 +294,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   c.grad_temperatures = data(dtemperatures);
   c.grad_masses[lot::kQuery] = query_masses ? data(dquery) : nullptr;
   c.grad_masses[lot::kKey] = key_masses ? data(dkey) : nullptr;
-  chosen_kernel().backward(c);
+  run(chosen_kernel().backward, c);
   give_back(stack, dq, dk, dv, dpivots, dlog_masses, dtemperatures, dquery, dkey);
 }
 
