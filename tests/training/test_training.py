@@ -104,6 +104,12 @@ def test_samples_and_their_noise_do_not_depend_on_who_loads_them(count, change):
     assert torch.equal(samples(dataclasses.replace(SHORT, **change), count), samples(SHORT, 1))
 
 
+def test_workers_end_with_the_run(tmp_path):
+    others = multiprocessing.active_children()
+    run(tmp_path, dataclasses.replace(SHORT, workers=2))
+    assert [child for child in multiprocessing.active_children() if child not in others] == []
+
+
 class Murder(ToyTask):
     """Kills the worker that loads its data."""
 

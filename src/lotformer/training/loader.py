@@ -100,7 +100,13 @@ class LoaderStream:
         return {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._place, self._running = (state["epoch"], state["position"]), None
+        self.close()
+        self._place = state["epoch"], state["position"]
+
+    def close(self) -> None:
+        # with the last reference they end at once; the garbage collector, which closes their queues first, would wait
+        # five seconds for each
+        self._running, self._helpers = None, []
 
     def _name_the_dead(self, error: Exception) -> None:
         """Say in PyTorch's words that a worker has died, if one has.
