@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from lotformer.training.checkpoints import Checkpoint
+from support import forked
+from support.full_disk import full_disk, needs_limits
 
 OWNER = {"kind": "test", "settings": {"lr": 0.1, "steps": 5}}
-
-
-def script(code: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -92,69 +87,54 @@ def test_a_read_only_folder_is_noticed_at_once(tmp_path):
         tmp_path.chmod(0o755)
 
 
+@needs_limits
 def test_a_full_disk_is_one_clear_error_and_the_previous_state_still_loads(tmp_path):
-    process = script(
-        """
-        import resource, signal, sys, torch
-        from lotformer.training.checkpoints import Checkpoint
-        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
-        checkpoint.write({"step": 1, "weights": torch.ones(10)})
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes beyond the limit then fail as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        try:
-            checkpoint.write({"step": 2, "weights": torch.ones(1 << 20)})
-        except OSError as error:
-            print(error)
-        print(checkpoint.read()["step"])
-        """,
-        tmp_path / "run.pt",
-    )
-    said = process.communicate()[0].splitlines()
-    assert len(said) == 2, said
-    assert "could not be written" in said[0]
-    assert "the previous checkpoint is intact" in said[0]
-    assert said[1] == "1"
+    checkpoint = Checkpoint(tmp_path / "run.pt", OWNER)
+    checkpoint.write({"step": 1, "weights": torch.ones(10)})
+    with full_disk(room=1 << 16), pytest.raises(OSError, match=r"could not be written .* checkpoint is intact"):
+        checkpoint.write({"step": 2, "weights": torch.ones(1 << 20)})
+    state = checkpoint.read()
+    assert state is not None
+    assert state["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def write_and_read(path: Path, number: int) -> None:
+    checkpoint = Checkpoint(path, OWNER)
+    for _ in range(30):
+        checkpoint.write({"weights": torch.full((1 << 14,), float(number))})
+        state = checkpoint.read()
+        assert state is not None
+        assert (state["weights"] == state["weights"][0]).all()
 
 
 def test_two_processes_do_not_collide(tmp_path):
-    code = """
-        import sys, torch
-        from lotformer.training.checkpoints import Checkpoint
-        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
-        for _ in range(30):
-            checkpoint.write({"weights": torch.full((1 << 14,), float(sys.argv[2]))})
-            weights = checkpoint.read()["weights"]
-            assert (weights == weights[0]).all()
-        """
-    processes = [script(code, tmp_path / "run.pt", number) for number in range(2)]
+    processes = [forked.start(write_and_read, tmp_path / "run.pt", number) for number in range(2)]
     for process in processes:
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
+        process.join()
+        assert process.exitcode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
+def write_for_ever(path: Path) -> None:
+    checkpoint = Checkpoint(path, OWNER)
+    while True:
+        checkpoint.write({"weights": torch.ones(1 << 20)})
+
+
 def test_kill_9_while_writing_leaves_a_whole_file(tmp_path):
-    Checkpoint(tmp_path / "run.pt", {"kind": "test"}).write({"weights": torch.zeros(1)})
-    process = script(
-        """
-        import sys, torch
-        from lotformer.training.checkpoints import Checkpoint
-        checkpoint = Checkpoint(sys.argv[1], {"kind": "test"})
-        print("ready", flush=True)
-        while True:
-            checkpoint.write({"weights": torch.ones(1 << 20)})
-        """,
-        tmp_path / "run.pt",
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(0.2)
+    checkpoint = Checkpoint(tmp_path / "run.pt", OWNER)
+    checkpoint.write({"weights": torch.zeros(1)})
+    before = checkpoint.path.stat().st_ino
+    process = forked.start(write_for_ever, tmp_path / "run.pt")
+    while checkpoint.path.stat().st_ino == before:  # it has begun to write
+        time.sleep(0.01)
+    time.sleep(0.1)
     process.kill()
-    process.communicate()
-    state = Checkpoint(tmp_path / "run.pt", {"kind": "test"}).read()
+    process.join()
+    state = checkpoint.read()
     assert state is not None
-    assert (state["weights"] == state["weights"][0]).all()
+    assert (state["weights"] == 1).all()
 
 
 def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from lotformer.training.settings import TrainSettings
 from lotformer.training.teams import Process
 from lotformer.training.timing import AttentionClock
 from lotformer.training.torture import ToySettings, ToyTask
+from support import forked
 
 SHORT = ToySettings(steps=12, save_every=5, log_every=2, evaluate_every=4, warmup_steps=2)
 
@@ -104,36 +104,39 @@ def test_samples_and_their_noise_do_not_depend_on_who_loads_them(count, change):
     assert torch.equal(samples(dataclasses.replace(SHORT, **change), count), samples(SHORT, 1))
 
 
+def test_workers_end_with_the_run(tmp_path):
+    others = multiprocessing.active_children()
+    run(tmp_path, dataclasses.replace(SHORT, workers=2))
+    assert [child for child in multiprocessing.active_children() if child not in others] == []
+
+
+class Murder(ToyTask):
+    """Kills the worker that loads its data."""
+
+    steps = 0
+
+    def loss(self, model, batch):
+        self.steps += 1
+        if self.steps == 7:
+            worker = multiprocessing.active_children()[0].pid
+            print(worker, flush=True)
+            os.kill(worker, signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+def murder(out: Path) -> None:
+    try:
+        train(Murder(ToySettings(workers=1, steps=10**6, save_every=5)), out)
+    except OSError as error:
+        print(error, flush=True)
+        os._exit(1)  # torch's handler repeats the error until the process is gone
+
+
 def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path):
-    code = """
-        import multiprocessing, os, signal, sys
-        from pathlib import Path
-        from lotformer.training.run import train
-        from lotformer.training.torture import ToySettings, ToyTask
-
-        class Murder(ToyTask):
-            steps = 0
-
-            def loss(self, model, batch):
-                self.steps += 1
-                if self.steps == 7:
-                    worker = multiprocessing.active_children()[0].pid
-                    print(worker, flush=True)
-                    os.kill(worker, signal.SIGKILL)
-                return super().loss(model, batch)
-
-        try:
-            train(Murder(ToySettings(workers=1, steps=10**6, save_every=5)), Path(sys.argv[1]))
-        except OSError as error:
-            print(error, flush=True)
-            os._exit(1)  # torch's handler repeats the error until the process is gone
-        """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    worker, told = ended.stdout.splitlines()
-    assert ended.returncode == 1
+    assert forked.run(murder, tmp_path / "run", output=tmp_path / "output") == 1
+    worker, told = (tmp_path / "output").read_text().splitlines()
     assert told.startswith(f"process 0: DataLoader worker (pid {worker}) is killed by signal: Killed.")
-    assert state(tmp_path)["step"] % 5 == 0
+    assert state(tmp_path / "run")["step"] % 5 == 0
 
 
 def test_a_batch_that_does_not_divide_evenly_counts_by_its_samples():

@@ -9,8 +9,12 @@ start with other random numbers after a resume.)
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
@@ -77,11 +81,18 @@ class LoaderStream:
         self._batches, self._seed, self._process, self._workers = batches, seed, process, workers
         self._place = 0, 0
         self._running: Iterator[Any] | None = None
+        self._helpers: list[BaseProcess] = []
 
     def next(self) -> Any:
         if self._running is None:
+            others = active_children()
             self._running = iter(self._loader())
-        self._place, self.share, batch = next(self._running)
+            self._helpers = [child for child in active_children() if child not in others]
+        try:
+            self._place, self.share, batch = next(self._running)
+        except (OSError, EOFError, RuntimeError) as error:
+            self._name_the_dead(error)
+            raise
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +100,26 @@ class LoaderStream:
         return {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._place, self._running = (state["epoch"], state["position"]), None
+        self.close()
+        self._place = state["epoch"], state["position"]
+
+    def close(self) -> None:
+        # with the last reference they end at once; the garbage collector, which closes their queues first, would wait
+        # five seconds for each
+        self._running, self._helpers = None, []
+
+    def _name_the_dead(self, error: Exception) -> None:
+        """Say in PyTorch's words that a worker has died, if one has.
+
+        PyTorch itself may not have noticed yet: what it reports then is a connection that broke off within a batch.
+        """
+        dead = wait([helper.sentinel for helper in self._helpers], timeout=1)
+        for helper in self._helpers:
+            if helper.sentinel in dead:
+                helper.join(timeout=1)  # it closes its files before its exit code can be read
+                code = helper.exitcode or 0
+                how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"gone with exit code {code}"
+                raise RuntimeError(f"DataLoader worker (pid {helper.pid}) is {how}.") from error
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(

@@ -111,6 +111,7 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
             raise
         raise ChildProcessError(f"process {team.process.index}: {str(error).splitlines()[0]} {_DEAD_WORKER}") from error
     finally:
+        stream.close()
         for listener in heard:
             listener.ended()
     return TrainingReport(

@@ -35,6 +35,9 @@ class TrainingStream(Stream, Protocol):
     def batches_per_epoch(self) -> int | None:
         """None if the data have no end."""
 
+    def close(self) -> None:
+        """Called when a run is over: let go of processes that load."""
+
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch: a pure function of its arguments, the same on every process."""

@@ -10,14 +10,16 @@ In the end weights, optimizer, average, losses, random generators and position i
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 
 from .._settings import setting
 from ..layers import LOTAttention
+from . import timm_parts
+from .accelerated import make_accelerator
 from .fingerprints import differences, fingerprint
 from .loader import LoaderStream, shuffled
 from .logs import Progress
@@ -113,14 +117,17 @@ class ToyTask:
         return {"accuracy": (float(right.sum()), float(len(right)))}
 
 
-class _Printer:
-    """One line per step, for the process that holds the sword."""
+class _Steps:
+    """Tells of every step, for the process that holds the sword."""
+
+    def __init__(self, told: Connection) -> None:
+        self.told = told
 
     def started(self, step: int, steps: int) -> None:
         pass
 
     def stepped(self, progress: Progress) -> None:
-        print(progress.step, flush=True)
+        self.told.send(progress.step)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -129,32 +136,49 @@ class _Printer:
         pass
 
 
-def _run(out: Path, steps: int, workers: int) -> None:
+def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
     torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers complain when their process dies
     settings = ToySettings(
         steps=steps, accumulate=2, warmup_steps=5, ema=0.9, label_smoothing=0.1, evaluate_every=7, workers=workers
     )
-    train(ToyTask(settings), out, resume=True, listeners=[_Printer()])
+    train(ToyTask(settings), out, resume=True, listeners=[_Steps(told)])
 
 
 def _life(out: Path, steps: int, workers: int, kill_after: int | None) -> int:
-    """Start the run as a process; kill it some moment after `kill_after` steps of its own. Returns its exit code."""
-    command = [sys.executable, "-m", __spec__.name, "--run", str(out), "--steps", str(steps), "--workers", str(workers)]
-    # workers complain when their process dies
-    complaints = None if kill_after is None else subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
-        assert process.stdout is not None
-        if kill_after is not None:
-            for _ in range(kill_after):
-                process.stdout.readline()
-            time.sleep(random.uniform(0, 0.05))
-            process.kill()
-        process.communicate()
-        return process.returncode
+    """Run in a process of its own; kill it some moment after `kill_after` steps of this life. Returns its exit code."""
+    # a forked process has everything imported, which is most of a life otherwise
+    context: Any = get_context("fork" if "fork" in get_all_start_methods() else "spawn")
+    steps_taken, told = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(out, steps, workers, told))
+    process.start()
+    told.close()
+    if kill_after is None:
+        while _heard(steps_taken):
+            pass
+    else:
+        for _ in range(kill_after):
+            _heard(steps_taken)
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _heard(steps_taken: Connection) -> bool:
+    try:
+        steps_taken.recv()
+    except EOFError:
+        return False
+    return True
 
 
 def torture(kills: int, folder: Path, workers: int = 2) -> str:
     """Run twice, once with `kills` kills; returns what differs in the end, in words: nothing if all is well."""
+    import torch.utils.tensorboard  # noqa: F401  imported once, before processes are forked; so are these two:
+
+    make_accelerator()
+    timm_parts.parts()
     steps = 4 * (kills + 1)  # few enough steps per life that every kill finds the run alive
     whole, killed = folder / "whole", folder / "killed"
     if code := _life(whole, steps, workers, None):
@@ -182,12 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.run:
-        _run(arguments.run, arguments.steps, arguments.workers)
-        return
     with tempfile.TemporaryDirectory() as folder:
         different = torture(arguments.kills, Path(folder), arguments.workers)
     sys.exit(f"not equal after {arguments.kills} kills: {different}" if different else None)

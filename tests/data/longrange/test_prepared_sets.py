@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from lotformer.data.longrange.listops import ListOps
 from lotformer.data.longrange.prepare import folder_of, prepare
 from lotformer.data.longrange.store import open_set
+from support import forked
 
 SOURCE = ListOps(seed=5, shortest=5, longest=60, sizes={"train": 2100, "dev": 30})
 
@@ -70,18 +68,16 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(prepared, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [folder_of(SOURCE, tmp_path).name]
 
 
+def die_on_the_way(folder: Path) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(SOURCE, folder, workers=1, listener=kill)
+
+
 def test_a_killed_run_leaves_no_set_and_is_continued(prepared, tmp_path):
-    script = """
-        import os, signal, sys
-        from pathlib import Path
-        from lotformer.data.longrange.listops import ListOps
-        from lotformer.data.longrange.prepare import prepare
-        source = ListOps(seed=5, shortest=5, longest=60, sizes={"train": 2100, "dev": 30})
-        kill = lambda done, total: os.kill(os.getpid(), signal.SIGKILL) if done == 3 else None
-        prepare(source, Path(sys.argv[1]), workers=1, listener=kill)
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], env=os.environ)
-    assert run.returncode == -signal.SIGKILL
+    assert forked.run(die_on_the_way, tmp_path) == -signal.SIGKILL
     with pytest.raises(FileNotFoundError, match="not a prepared set"):
         open_set(folder_of(SOURCE, tmp_path))
     assert prepare(SOURCE, tmp_path, workers=1).fingerprint == prepared.fingerprint

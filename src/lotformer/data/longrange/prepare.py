@@ -96,13 +96,24 @@ def _made(source: Source, missing: list[tuple[str, int, Path]], workers: int | N
             _make(source, split, number, path)
             yield
         return
-    # spawned, not forked: a forked process would inherit the threads of PyTorch in an undefined state
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=_context())
     try:
         for finished in as_completed([pool.submit(_make, source, *part) for part in missing]):
             yield finished.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _context() -> Any:
+    """Processes that do not inherit the threads of this one, whose state would be undefined.
+
+    Where there is a fork server, it imports PyTorch once for all of them.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _make(source: Source, split: str, number: int, path: Path) -> None:

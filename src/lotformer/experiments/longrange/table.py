@@ -41,8 +41,14 @@ COLUMNS = {
 """The tasks in the order of the paper's table. Film pairs stand in for Retrieval and are no part of the average."""
 
 MIXED = "+dwc"
-EXACT: Mapping[str, tuple[str, ...]] = {"lot-exact": ("solver=newton",)}
-"""Rows that are LOT with other options: couplings solved to rounding, where the paper takes five sweeps."""
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "lot-exact": ("solver=newton",),
+    "lot-semibalanced": ("balance=keys",),
+    "lot-unbalanced": ("balance=none",),
+}
+"""Rows that are LOT with other options: couplings solved to rounding, where the paper takes five sweeps; columns that
+sum to one without the pivots' masses imposed on the queries; rows that sum to one and nothing else.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class ArenaSettings(Settings):
 
     tasks: tuple[str, ...] = setting(("image",), f"Columns: {', '.join(COLUMNS)}.")
     rows: tuple[str, ...] = setting(
-        ("lot", "lot+dwc", "lot-exact", "softmax", "polaformer", "nystromformer", "linear-transformer", "skyformer"),
-        "Mechanisms; +dwc adds depthwise mixing, lot-exact solves couplings to rounding.",
+        ("lot", "lot+dwc", *VARIANTS, "softmax", "polaformer", "nystromformer", "linear-transformer", "skyformer"),
+        "Mechanisms; +dwc adds depthwise mixing. lot-exact solves couplings to rounding, lot-semibalanced imposes the "
+        "column sums alone, lot-unbalanced neither.",
     )
     seeds: tuple[int, ...] = setting((0,), "Runs per cell.", at_least=0)
     steps: int = setting(1000, "Updates per run.", at_least=1)
@@ -94,8 +101,8 @@ def mechanism(row: str) -> tuple[str, tuple[str, ...]]:
         ValueError: there is no such mechanism.
     """
     name = row.removesuffix(MIXED)
-    if name in EXACT:
-        return "lot", EXACT[name]
+    if name in VARIANTS:
+        return "lot", VARIANTS[name]
     return attention.entry(name).name, ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,10 @@ class StreamedImages:
         while self._drawn < state["drawn"]:
             self.next()
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def close(self) -> None:
+        self._endless.close()
+
+    def _batches(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         while True:
             before = self._drawn
             yield from DataLoader(self.data, self.size, num_workers=self.workers, drop_last=True)

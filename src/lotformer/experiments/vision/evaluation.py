@@ -27,7 +27,8 @@ class Evaluation:
     Attributes:
         images_per_second: of the model alone, without loading.
         dropped: top-1 accuracy when a share of the patches is blanked, by that share.
-        residuals: worst relative error of the column sums of each LOT layer on the first batch, by its name.
+        residuals: worst relative error of the column sums of each LOT layer on the first batch, by its name; of an
+            unbalanced one, how far its columns are from even.
     """
 
     top1: float
@@ -135,7 +136,9 @@ def couplings_watched(model: nn.Module) -> Iterator[dict[str, float]]:
     def note(name: str) -> Callable[..., None]:
         def hook(module: LOT, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             q, k, _, *masks = args
-            residuals[name] = float(module.coupling(q, k, *masks).residual().max())
+            coupling = module.coupling(q, k, *masks)
+            missed = coupling.doubly_stochastic_error() if module.balance == "none" else coupling.residual()
+            residuals[name] = float(missed.max())
 
         return hook
 

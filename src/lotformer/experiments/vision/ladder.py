@@ -12,18 +12,21 @@ from .ablation import Row, budget_notes, commands, mean_and_deviation, records, 
 NAME = "vision-ladder"
 
 _PLAIN: dict[str, Any] = {"polarize_prefix": False, "local_conv": None}
+_FULL: dict[str, Any] = {"polarize_prefix": True, "local_conv": "2d"}
 
 ROWS: dict[str, Row] = {
     "lot-full": Row("lot", _PLAIN, {"softmax_prefix": False}),
     "lot-cls": Row("lot", _PLAIN),
     "lot-cls-pola": Row("lot", {"polarize_prefix": True, "local_conv": None}),
-    "lot-cls-pola-dwc": Row("lot", {"polarize_prefix": True, "local_conv": "2d"}),
+    "lot-cls-pola-dwc": Row("lot", _FULL),
     "softmax": Row("softmax"),
     "polaformer": Row("polaformer", {"local_conv": False}),
     "polaformer-dwc": Row("polaformer", {"local_conv": True}),
     "flatten": Row("flatten", {"local_conv": False}),
     "flatten-dwc": Row("flatten", {"local_conv": True}),
-    "lot-cls-pola-dwc-newton": Row("lot", {"polarize_prefix": True, "local_conv": "2d", "solver": "newton"}),
+    "lot-cls-pola-dwc-newton": Row("lot", {**_FULL, "solver": "newton"}),
+    "lot-cls-pola-dwc-keys": Row("lot", {**_FULL, "balance": "keys"}),
+    "lot-cls-pola-dwc-none": Row("lot", {**_FULL, "balance": "none"}),
 }
 
 TITLES = {
@@ -32,6 +35,8 @@ TITLES = {
     "lot-cls-pola": "… + polarised [CLS]",
     "lot-cls-pola-dwc": "… + convolution",
     "lot-cls-pola-dwc-newton": "… + convolution, exact",
+    "lot-cls-pola-dwc-keys": "… + convolution, columns balanced only",
+    "lot-cls-pola-dwc-none": "… + convolution, nothing balanced",
     "softmax": "softmax",
     "polaformer": "PolaFormer",
     "polaformer-dwc": "PolaFormer + convolution",
