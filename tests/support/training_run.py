@@ -22,10 +22,7 @@ import torch
 from torch import multiprocessing
 
 from lotformer.training.run import train
-from lotformer.training.torture import ToySettings, ToyTask
-
-# what the server imports; it does not know this folder, so this module itself cannot be among them
-PRELOADED = ["lotformer.training.torture", "accelerate", "torch.utils.tensorboard"]
+from lotformer.training.torture import IMPORTED, ToySettings, ToyTask
 
 
 class Mortal(ToyTask):
@@ -50,7 +47,7 @@ def together(processes: int, out: Path, settings: dict[str, Any], environment: d
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
     arguments = (processes, port, out, settings, environment or {})
     multiprocessing.start_processes(_join, arguments, processes, start_method="forkserver")
 

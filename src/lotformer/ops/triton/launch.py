@@ -300,7 +300,9 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
     queries = _Tokens(inputs.q, inputs.query_log_a, inputs.query_valid)
     keys = _Tokens(inputs.k, inputs.key_log_a, inputs.key_valid)
     z, blocks = inputs.z, Blocks.of(inputs.rank)
-    strides = _pivot_strides(z) | _mass_stride(inputs.log_m) | queries.strides("q", masses="query_a", valid="query_valid")
+    strides = (
+        _pivot_strides(z) | _mass_stride(inputs.log_m) | queries.strides("q", masses="query_a", valid="query_valid")
+    )
     strides |= keys.strides("k", masses="key_a", valid="key_valid") | _value_strides(inputs.v)
     del strides["query_valid_h"]  # queries are masked for all heads alike
     arguments = {
