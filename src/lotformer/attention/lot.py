@@ -247,13 +247,27 @@ def _require_one_of(name: str, value: str, kind: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
 
 
-def cost(n: int, d: int, *, rank: int = 32, iters: int = 5, pivots: PivotKind = "fixed", **_: object) -> Cost:
-    """Four n·r·d products and 2T+1 passes over two n·r kernels; the fused kernel moves q, k, v and out once.
+_SOLVED_SIDES: dict[Balance, int] = {"both": 2, "keys": 1, "none": 0}
 
-    Input-aware pivots add two products and the n·r matrix between them.
+
+def cost(
+    n: int,
+    d: int,
+    *,
+    rank: int = 32,
+    iters: int = 5,
+    pivots: PivotKind = "fixed",
+    balance: Balance = "both",
+    **_: object,
+) -> Cost:
+    """Four n·r·d products and T sweeps over the n·r kernel of each solved side; the fused kernel moves q, k, v and out
+    once.
+
+    Input-aware pivots add two products.
     """
-    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d + 8.0 * n * rank)
-    transport = Cost(flops=8.0 * n * rank * d + 8.0 * iters * n * rank, bytes=16.0 * n * d)
+    sweeps = 4.0 * _SOLVED_SIDES[balance] * iters * n * rank
+    transport = Cost(flops=8.0 * n * rank * d + sweeps, bytes=16.0 * n * d)
+    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d)
     if pivots == "fixed":
         return transport
     return Cost(flops=transport.flops + pooling.flops, bytes=transport.bytes + pooling.bytes)
