@@ -39,7 +39,7 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "iwslt": Size(6, 512, 1024, 4),
-    "small": Size(3, 256, 512, 4),
+    "small": Size(2, 192, 512, 6),
     "tiny": Size(1, 32, 64, 2, dropout=0.0),
 }
 """`iwslt` is fairseq's `transformer_iwslt_de_en`; the others are the same, smaller. `tiny` is for tests."""
