@@ -1,19 +1,14 @@
-"""Training runs of the toy task in processes of their own.
+"""Training runs of the toy task in processes of their own, forked: they have everything imported.
 
-`together` forks processes that already have everything imported. As a script, for torchrun:
-
-    torchrun --nproc-per-node=2 training_run.py OUT SETTINGS-AS-JSON
-
-where the environment variables KILL_RANK and KILL_AT kill one process during a step.
+The environment variables KILL_RANK and KILL_AT kill one process during a step.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +16,9 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from torch import multiprocessing
+from torch.distributed import fsdp  # noqa: F401  imported once, before processes are forked
+from torch.distributed.checkpoint import state_dict  # noqa: F401  the same
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lotformer.training.run import train
 from lotformer.training.torture import ToySettings, ToyTask
@@ -45,20 +43,42 @@ def run(out: Path, settings: dict[str, Any]) -> None:
 
 def together(processes: int, out: Path, settings: dict[str, Any]) -> None:
     """The run on several processes that know of each other, as torchrun would start them."""
+    side_by_side(processes, run, out, settings)
+
+
+def under_torchrun(processes: int, out: Path, settings: dict[str, Any]) -> None:
+    """The same under torchrun's own agent, which watches the processes and tells how they end."""
+    one_node = LaunchConfig(
+        1,
+        1,
+        processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        start_method="fork",
+        monitor_interval=0.02,
+        max_restarts=0,
+    )
+    elastic_launch(one_node, _launched)(out, settings)
+
+
+def _launched(out: Path, settings: dict[str, Any]) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    run(out, settings)
+
+
+def side_by_side(processes: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Any function on several such processes. Raises if one of them does not end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.start_processes(_fork, (processes, port, out, settings), processes, start_method="fork")
+    multiprocessing.start_processes(_fork, (processes, port, function, arguments), processes, start_method="fork")
 
 
-def _fork(rank: int, processes: int, port: int, out: Path, settings: dict[str, Any]) -> None:
+def _fork(rank: int, processes: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     AcceleratorState._reset_state(reset_partial_state=True)  # what earlier tests of the parent have left
     PartialState._reset_state()
-    run(out, settings)
+    function(*arguments)
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), json.loads(sys.argv[2]))
