@@ -1,7 +1,7 @@
 """Training runs of the toy task in processes of their own.
 
 `together` forks them from a server that has everything imported and has never run a thread: OpenMP's pool does not
-survive a fork, so a child of the tests' own process would wait forever. As a script, for torchrun:
+survive a fork, so a child of the tests' own process might wait forever. As a script, for torchrun:
 
     torchrun --nproc-per-node=2 training_run.py OUT SETTINGS-AS-JSON
 
@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import multiprocessing
 
 from lotformer.training.run import train
 from lotformer.training.torture import IMPORTED, ToySettings, ToyTask
+
+SHARDING = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
 
 class Mortal(ToyTask):
@@ -44,21 +47,33 @@ def run(out: Path, settings: dict[str, Any]) -> None:
 
 def together(processes: int, out: Path, settings: dict[str, Any], environment: dict[str, str] | None = None) -> None:
     """The run on several processes that know of each other, as torchrun would start them."""
+    side_by_side(processes, run, out, settings, environment=environment)
+
+
+def side_by_side(
+    processes: int, function: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None
+) -> None:
+    """Any function on several such processes. Raises if one of them does not end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
-    arguments = (processes, port, out, settings, environment or {})
-    multiprocessing.start_processes(_join, arguments, processes, start_method="forkserver")
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, *SHARDING])
+    given = (processes, port, environment or {}, function, arguments)
+    multiprocessing.start_processes(_join, given, processes, start_method="forkserver")
 
 
 def _join(
-    rank: int, processes: int, port: int, out: Path, settings: dict[str, Any], environment: dict[str, str]
+    rank: int,
+    processes: int,
+    port: int,
+    environment: dict[str, str],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    run(out, settings)
+    function(*arguments)
     torch.distributed.destroy_process_group()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-import textwrap
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,13 @@ from lotformer.data.longrange.listops import ListOps
 from lotformer.data.longrange.pathfinder import Pathfinder
 from lotformer.data.longrange.prepare import prepare
 from lotformer.data.longrange.retrieval import PaperPairs
+from lotformer.data.longrange.store import open_set
 from lotformer.experiments.longrange import table
 from lotformer.experiments.longrange.settings import settings_for
 from lotformer.experiments.longrange.table import ArenaSettings
 from lotformer.experiments.longrange.task import LongRange
 from lotformer.training.run import train
+from support.training_run import side_by_side
 
 SMALL_LISTOPS = ListOps(shortest=5, longest=40, sizes={"train": 64, "dev": 16, "test": 16})
 
@@ -81,29 +82,18 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(listops, tmp_path):
         assert torch.equal(tensor, weights(second)[name]), name
 
 
+def learn(sets: Path, out: Path) -> None:
+    report = train(LongRange(run_settings(steps=6, dropout=0.0), open_set(sets)), out)
+    if os.environ.get("RANK", "0") == "0":
+        (out / "losses.json").write_text(json.dumps(report.losses))
+
+
 def test_two_processes_learn_what_one_learns(listops, tmp_path):
-    alone = train(LongRange(run_settings(steps=6, dropout=0.0), listops), tmp_path / "one")
-    script = """
-        import os, sys
-        from pathlib import Path
-        from lotformer.data.longrange.store import open_set
-        from lotformer.experiments.longrange.settings import settings_for
-        from lotformer.experiments.longrange.task import LongRange
-        from lotformer.training.run import train
-        settings = settings_for(
-            task="listops", steps=6, batch_size=8, save_every=5, warmup_steps=1, dropout=0.0
-        )
-        report = train(LongRange(settings, open_set(Path(sys.argv[1]))), Path(sys.argv[2]))
-        if os.environ["RANK"] == "0":
-            Path(sys.argv[2], "losses.txt").write_text(" ".join(map(str, report.losses)))
-    """
-    path, out = tmp_path / "script.py", tmp_path / "two"
-    path.write_text(textwrap.dedent(script))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*launch, str(path), str(listops.folder), str(out)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    together = [float(loss) for loss in (out / "losses.txt").read_text().split()]
-    assert together == pytest.approx(alone.losses, rel=1e-4)
+    learn(listops.folder, tmp_path / "one")
+    side_by_side(2, learn, listops.folder, tmp_path / "two")
+    one, two = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("one", "two"))
+    assert len(one) == 6
+    assert two == pytest.approx(one, rel=1e-4)
 
 
 def test_documents_are_compared_in_pairs(tmp_path):
@@ -140,7 +130,7 @@ def small_sets(monkeypatch, tmp_path):
     """The experiment's own path to its sets, which are small ones here."""
     small = {
         "listops": SMALL_LISTOPS,
-        "pathfinder": Pathfinder(sizes={"train": 16, "dev": 8, "test": 8}),
+        "pathfinder": Pathfinder(sizes={"train": 4, "dev": 2, "test": 2}),
     }
     monkeypatch.setattr("lotformer.experiments.longrange.task.source", lambda task, folder, **options: small[task])
     return tmp_path

@@ -124,12 +124,11 @@ def render(folder: Path) -> Report:
 def draw(sheet: Sequence[str], folder: Path) -> list[Path]:
     """The contact sheet: label 1 above, label 0 below."""
     plt: Any = figures.pyplot()
-    figure, axes = plt.subplots(_ROWS, _PER_ROW, figsize=(_PER_ROW, _ROWS + 0.6), layout="constrained")
-    for axis, pixels in zip(axes.flat, sheet, strict=True):
-        image = np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(32, 32)
-        axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axis.set(xticks=[], yticks=[])
-    figure.suptitle(
-        "Rows 1 and 2: one contour joins the dots. Rows 3 and 4: the dots lie on two contours.", fontsize=10
-    )
+    cells = np.full((_ROWS, _PER_ROW, 34, 34), 255, np.uint8)  # with a white line around each
+    for cell, pixels in zip(cells.reshape(-1, 34, 34), sheet, strict=True):
+        cell[1:-1, 1:-1] = np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(32, 32)
+    figure, axis = plt.subplots(figsize=(_PER_ROW, _ROWS + 0.4), layout="constrained")
+    axis.imshow(cells.transpose(0, 2, 1, 3).reshape(_ROWS * 34, -1), cmap="gray", interpolation="nearest")
+    axis.set_axis_off()
+    axis.set_title("Rows 1 and 2: one contour joins the dots. Rows 3 and 4: the dots lie on two contours.", fontsize=10)
     return figures.save(figure, folder / "contact_sheet", dpi=110)
