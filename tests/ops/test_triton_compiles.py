@@ -1,4 +1,7 @@
-"""Every Triton kernel compiles for the GPUs we name, without a GPU, and none spills registers to memory."""
+"""The Triton kernels compile for the GPUs we name, without a GPU, and none spills registers to memory.
+
+Here a selection of kernels and sizes; `lotformer bench gpu-resources` compiles all.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,44 @@ from lotformer.ops.triton import resources
 
 pytestmark = pytest.mark.long
 
+KERNELS = {
+    **{f"sm_{arch}, R32 D64": {"archs": (arch,), "ranks": (32,)} for arch in resources.CUDA_ARCHITECTURES},
+    "sm_80, R16 D128": {"archs": (80,), "ranks": (16,), "depths": (128,)},
+    "sm_90, R64 D64": {"archs": (90,), "ranks": (64,)},
+    "sm_100, R128 D64": {"archs": (100,), "ranks": (128,)},
+    "sm_90, R32, scores": {"archs": (90,), "ranks": (32,), "scores": (True,)},
+    "sm_80, R32 D64, masks, masses, bf16": {
+        "archs": (80,), "ranks": (32,), "balances": ("keys",), "dtype": torch.bfloat16, "masked": True
+    },
+}  # fmt: skip
+"""Ranks and head dims decide about block sizes; pivots of samples are the same kernels, see below."""
 
-@pytest.mark.parametrize("depth", resources.DEPTHS, ids="D{}".format)
-@pytest.mark.parametrize("rank", resources.RANKS, ids="R{}".format)
-@pytest.mark.parametrize("arch", resources.CUDA_ARCHITECTURES, ids="sm_{}".format)
-def test_no_kernel_spills(arch: int, rank: int, depth: int) -> None:
-    rows = list(resources.measure((arch,), (depth,), (rank,)))
+
+@pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS)
+def test_no_kernel_spills(options) -> None:
+    rows = list(resources.measure(**{"depths": (64,), "scores": (False,), **options}))
     for row in rows:
         print(f"{row.kernel} {row.solver}: {row.registers} registers, {row.shared} bytes shared")
     assert rows
     assert not [row for row in rows if row.stack > 0]
 
 
-def test_masks_and_masses_in_half_precision_do_not_spill_either() -> None:
-    rows = list(resources.measure((80,), (64,), (32,), dtype=torch.bfloat16, masked=True))
-    assert not [row for row in rows if row.stack > 0]
-
-
 def test_kernels_compile_for_rocm() -> None:
     target = GPUTarget("hip", "gfx942", 64)
-    for strategy in ("fused", "passes"):
-        for launched in resources.record(64, 32, newton=strategy == "passes", strategy=strategy):
-            assert resources.compile_for(launched, target).asm["hsaco"]
+    fused = resources.record(64, 32, newton=False, strategy="fused")
+    passes = resources.record(64, 32, newton=True, strategy="passes", balance="keys")
+    for launched in dict.fromkeys(fused + passes):
+        assert resources.compile_for(launched, target).asm["hsaco"]
 
 
 def test_the_lengths_of_sequences_do_not_compile_kernels_again() -> None:
     short, long = (resources.record(64, 32, newton=False, strategy="passes", tokens=n) for n in (1000, 3001))
     assert short == long
+
+
+@pytest.mark.parametrize("strategy", ["fused", "passes"])
+def test_pivots_of_samples_do_not_compile_kernels_again(strategy) -> None:
+    shared, own = (
+        resources.record(64, 32, newton=False, strategy=strategy, pivots_of_samples=own) for own in (False, True)
+    )
+    assert shared == own

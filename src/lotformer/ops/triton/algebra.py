@@ -67,12 +67,11 @@ def apply_inverse(matrix, weight, side):
 
 @triton.jit
 def implicit_solve(edges, b, side, columns, column_ok, rank):
-    """`H⁺ side` for the gradient, refined once: the inverse in fp32 alone would lose digits at small ε."""
+    """`H⁺ side` for the gradient, refined once: the ridge and the inverse in fp32 would lose digits at small ε."""
     edges = off_diagonal(edges, columns, column_ok)
     matrix, weight = inverse(edges, b, columns, column_ok, rank, _GRADIENT_RIDGE)
     y = apply_inverse(matrix, weight, side)
-    ridged = y * tl.maximum(b, 1e-30) * _GRADIENT_RIDGE
-    product = tl.sum(edges * (y[:, None] - y[None, :]), 1) + b * tl.sum(b * y, 0) + ridged
+    product = tl.sum(edges * (y[:, None] - y[None, :]), 1) + b * tl.sum(b * y, 0)
     return tl.where(column_ok, y + apply_inverse(matrix, weight, side - product), 0.0)
 
 

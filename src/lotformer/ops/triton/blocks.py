@@ -206,8 +206,8 @@ def pull_tokens(
 ):  # fmt: skip
     """Store the gradients of the tokens of one side; return that of `z`, from its coordinate `first_d` on.
 
-    And, if the side is not `SOLVED`, the column sums of the gradient of the scores: that of the potential `log m`. Where
-    scores are given, the gradient of `z` is that of the temperature, in a part for each column.
+    And, if the side is not `SOLVED`, the column sums of the gradient of the scores: that of the potential `log m`.
+    Where scores are given, the gradient of `z` is that of the temperature, in a part for each column.
 
     The gradient of the scores is summed over the sweeps while the block is on chip, so it never exists in memory.
     Only the `leader` stores what does not depend on `first_d`. `slot`: of the potential that the plan is made of.

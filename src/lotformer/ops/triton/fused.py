@@ -10,9 +10,9 @@ potential after the last sweep. Newton: slot 0 is the solution, slot 1 what one 
 solution again). The query plan is `softmax_j(s + g)` at the last slot; the key plan, of which column j is divided by
 its sum, comes out of the last two slots.
 
-Queries that are not solved have the potential `log m` in slot 0. One sweep makes `2 log m - log m'` of it, m' being what
-they send to the pivots: slot 1, if the keys are solved for m'. Keys that are not solved have one slot, for the closing
-half-step.
+Queries that are not solved have the potential `log m` in slot 0. One sweep makes `2 log m - log m'` of it, m' being
+what they send to the pivots: slot 1, if the keys are solved for m'. Keys that are not solved have one slot, for the
+closing half-step.
 """
 
 from __future__ import annotations

@@ -300,16 +300,15 @@ def _fused_forward(inputs: Inputs, out: Tensor, query_g: Tensor, key_g: Tensor, 
     queries = _Tokens(inputs.q, inputs.query_log_a, inputs.query_valid)
     keys = _Tokens(inputs.k, inputs.key_log_a, inputs.key_valid)
     z, blocks = inputs.z, Blocks.of(inputs.rank)
-    strides = (
-        _pivot_strides(z) | _mass_stride(inputs.log_m) | queries.strides("q", masses="query_a", valid="query_valid")
-    )
+    strides = queries.strides("q", masses="query_a", valid="query_valid")
     strides |= keys.strides("k", masses="key_a", valid="key_valid") | _value_strides(inputs.v)
     del strides["query_valid_h"]  # queries are masked for all heads alike
     arguments = {
         "q": inputs.q, "k": inputs.k, "v": inputs.v, "z": z, "log_m": inputs.log_m,
         "query_log_a": _or(queries.log_a, z), "key_log_a": _or(keys.log_a, z),
         "query_valid": _or(queries.valid, z), "key_valid": _or(keys.valid, z),
-        "out": out, "query_g": query_g, "key_g": key_g, "u": u, **strides,
+        "out": out, "query_g": query_g, "key_g": key_g, "u": u,
+        **strides, **_pivot_strides(z), **_mass_stride(inputs.log_m),
         "heads": inputs.q.shape[1], "n": queries.tokens, "m": keys.tokens, "rank": inputs.rank,
         "depth": inputs.depth, "width": inputs.v.shape[3], "iters": inputs.iters,
         "query_uniform": queries.uniform, "key_uniform": keys.uniform, "BALANCE": inputs.balance,
@@ -358,7 +357,8 @@ class _Passes:
             **_pivot_strides(inputs.z), **_mass_stride(side.log_m),
             "heads": inputs.q.shape[1], "tokens": side.tokens, "rank": inputs.rank, "depth": inputs.depth,
             "slots": side.slots, "slot": side.slot, "sweeps": side.sweeps, "chunk": self.chunk, "chunks": self.chunks,
-            "uniform": side.uniform, "SOLVED": side.solved, "HAS_MASS": side.log_a is not None, "HAS_VALID": side.valid is not None,
+            "uniform": side.uniform,
+            "SOLVED": side.solved, "HAS_MASS": side.log_a is not None, "HAS_VALID": side.valid is not None,
             "BLOCK_N": self.blocks.n, "BLOCK_R": self.blocks.r, "BLOCK_K": _BLOCK_K, "PRECISION": precision(),
             **arguments,
         }  # fmt: skip

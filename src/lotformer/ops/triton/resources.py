@@ -6,6 +6,7 @@ kernels, argument types, block sizes and warps are compiled that a call would us
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..problem import BALANCES
 from . import launch
 from .launch import Inputs, Strategy
 
@@ -77,11 +79,17 @@ def record(
     *,
     newton: bool,
     strategy: Strategy,
+    balance: str = "both",
+    scores: bool = False,
+    pivots_of_samples: bool = False,
     dtype: torch.dtype = torch.float32,
     masked: bool = False,
     tokens: int | None = None,
 ) -> list[Launch]:
-    """The different launches of one forward and backward with head dim `depth` and `rank` pivots."""
+    """The different launches of one forward and backward with head dim `depth` and `rank` pivots.
+
+    If `scores`, they are given in place of queries and keys.
+    """
     if tokens is None:
         tokens = launch.FUSED_TILE // max(16, triton.next_power_of_2(rank)) if strategy == "fused" else 4096
     batch, heads = 2, 4
@@ -89,11 +97,16 @@ def record(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    x = empty(batch, heads, tokens, depth, dtype=dtype)
+    v = empty(batch, heads, tokens, depth, dtype=dtype)
+    x = empty(batch, heads, tokens, rank, dtype=dtype) if scores else v
     log_a = empty(batch, 1, tokens) if masked else None
     valid = empty(batch, 1, tokens, dtype=torch.uint8) if masked else None
     z, log_m = empty(heads, rank, depth), empty(heads, rank)
-    inputs = Inputs(x, x, x, z, log_m, log_a, log_a, valid, valid, newton, 5, 1e-6)
+    if scores:
+        z = empty(heads)
+    elif pivots_of_samples:
+        z = empty(batch, heads, rank, depth)
+    inputs = Inputs(x, x, v, z, log_m, log_a, log_a, valid, valid, newton, 5, 1e-6, balance)
     seen: dict[Launch, None] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, int]) -> None:
@@ -101,17 +114,17 @@ def record(
 
     _, query_g, key_g, u = launch.forward(inputs, strategy, note)
     gradients = (masked, masked)
-    launch.backward(inputs, strategy, (query_g, key_g), u, x, mass_gradients=gradients, run=note)
+    launch.backward(inputs, strategy, (query_g, key_g), u, v, mass_gradients=gradients, run=note)
     return list(seen)
 
 
 def _reduce(kernel: Any, arguments: dict[str, Any], options: dict[str, int]) -> Launch:
-    """The specialisations Triton itself makes: alignment to 16, and numbers equal to one as constants."""
+    """The specialisations Triton itself makes: alignment to 16, and None and numbers equal to one as constants."""
     signature, constants, aligned = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, arguments[parameter.name]
         fixed = parameter.do_not_specialize
-        if parameter.is_constexpr or (type(value) is int and value == 1 and not fixed):
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not fixed):
             signature.append((name, "constexpr"))
             constants.append((name, value))
         elif isinstance(value, Tensor):
@@ -165,35 +178,53 @@ def measure(
     depths: tuple[int, ...] = DEPTHS,
     ranks: tuple[int, ...] = RANKS,
     *,
+    balances: tuple[str, ...] = BALANCES,
+    scores: tuple[bool, ...] = (False, True),
     dtype: torch.dtype = torch.float32,
     masked: bool = False,
 ) -> Iterator[Row]:
-    """Compile every kernel for every architecture, head dim and rank; kernels that do not differ only once."""
+    """Compile every kernel for every architecture, head dim and rank; kernels that do not differ only once.
+
+    `scores`: whether they are given. Pivots of samples need no kernels of their own.
+    """
     known: dict[tuple[Launch, int], tuple[int, int, int]] = {}
     for arch in archs:
         for depth in depths:
             for rank in ranks:
-                for launched, solver in _every_launch(depth, rank, dtype, masked):
+                for launched, solver in _every_launch(depth, rank, balances, scores, dtype, masked):
                     key = (launched, arch)
                     if key not in known:
                         known[key] = resources(compile_for(launched, GPUTarget("cuda", arch, 32)))
                     yield Row(launched.name, f"sm_{arch}", depth, rank, solver, launched.warps, *known[key])
 
 
-def _every_launch(depth: int, rank: int, dtype: torch.dtype, masked: bool) -> Iterator[tuple[Launch, str]]:
+def _every_launch(
+    depth: int, rank: int, balances: tuple[str, ...], scores: tuple[bool, ...], dtype: torch.dtype, masked: bool
+) -> Iterator[tuple[Launch, str]]:
     seen: set[Launch] = set()
-    for strategy in ("fused", "passes") if rank <= launch.FUSED_RANK else ("passes",):
-        for newton in (False, True):
-            for launched in record(depth, rank, strategy=strategy, newton=newton, dtype=dtype, masked=masked):
-                if launched not in seen:
-                    seen.add(launched)
-                    yield launched, "newton" if newton else "sinkhorn"
+    strategies: tuple[Strategy, ...] = ("fused", "passes") if rank <= launch.FUSED_RANK else ("passes",)
+    for strategy, newton, balance, given in itertools.product(strategies, (False, True), balances, scores):
+        launches = record(
+            depth,
+            rank,
+            newton=newton,
+            strategy=strategy,
+            balance=balance,
+            scores=given,
+            dtype=dtype,
+            masked=masked,
+        )
+        for launched in launches:
+            if launched not in seen:
+                seen.add(launched)
+                yield launched, "newton" if newton else "sinkhorn"
 
 
 def as_table(rows: Iterable[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and lines by kernel and rank: registers on each architecture, then the most shared memory in kB.
 
-    Of the variants of a kernel (side, solver, head dim) the one that takes most.
+    Of the variants of a kernel (side, solver, balance, scores given or not, head dim) the one that takes most. Kernels
+    that spill say so.
     """
     rows = list(rows)
     archs = sorted({row.arch for row in rows}, key=lambda arch: int(arch.removeprefix("sm_")))
@@ -206,6 +237,8 @@ def as_table(rows: Iterable[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]
             registers = [max((row.registers for row in these if row.arch == arch), default=None) for arch in archs]
             shared = max((row.shared for row in these), default=0) / 1024
             numbers = " / ".join("?" if number is None else str(number) for number in registers)
-            cells.append(f"{numbers}, {shared:.1f} kB" if these else "not used")
+            spilled = max((row.stack for row in these), default=0)
+            cell = f"{numbers}, {shared:.1f} kB" + (f", SPILLS {spilled} B" if spilled else "")
+            cells.append(cell if these else "not used")
         lines.append((kernel, *cells))
     return ("kernel", *(f"R = {rank}" for rank in ranks)), lines
