@@ -8,7 +8,7 @@ from .nn import PivotMeasure, no_weight_decay
 from .ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 
 if TYPE_CHECKING:
-    from .conversion import calibrate, convert, finetune, revert
+    from .conversion import calibrate, convert, finetune, fold, revert
 
 __version__ = "0.1.0"
 
@@ -23,13 +23,14 @@ __all__ = [
     "convert",
     "coupling",
     "finetune",
+    "fold",
     "lot_attention",
     "lot_attention_from_scores",
     "no_weight_decay",
     "revert",
 ]
 
-_LAZY = frozenset({"calibrate", "convert", "finetune", "revert"})
+_LAZY = frozenset({"calibrate", "convert", "finetune", "fold", "revert"})
 
 _transformers_hook.install()
 

@@ -16,7 +16,7 @@ from .attention.folded import FoldedLOT, split_tokens, why_unfoldable
 from .attention.host_masks import key_mask_from_sdpa
 from .attention.lot import LOT, LOTOptions
 from .attention.options import documents
-from .attention.unformed import Projections
+from .attention.unformed import Projections, why_too_coarse
 from .nn.checks import require_count
 from .ops.attention import CAUSAL_REFUSAL
 
@@ -157,7 +157,7 @@ class AttentionLayer(nn.Module):
             return f"its projection is a {type(self.qkv).__name__}, not a plain linear map"
         if not isinstance(self.q_norm, nn.Identity) or not isinstance(self.k_norm, nn.Identity):
             return "queries and keys are normalised, so their scores are not linear in the input"
-        return why_unfoldable(self.mechanism)
+        return why_too_coarse(self.qkv.weight.dtype) or why_unfoldable(self.mechanism)
 
     def _mix(self, x: Tensor, real: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         """The mixed values `(B, H, N, D)`; LOT reads queries and keys off the input where that is cheaper."""
@@ -176,19 +176,16 @@ class AttentionLayer(nn.Module):
 
     def _reads_input(self, x: Tensor, mechanism: LOT) -> bool:
         """Whether queries and keys need not be formed, and need not for less work."""
-        if x.dtype not in _WIDE or self.qkv.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
-            return False  # the rounding of a token averages out over its channels, that of a score stays
         if self.why_unfoldable() is not None or _is_watched(self.qkv) or _is_watched(mechanism):
+            return False
+        if self.qkv.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             return False
         # under tracing a length stands for all lengths, and must not decide
         tokens = None if torch.compiler.is_compiling() else x.shape[0] * x.shape[1]
         return tokens != 0 and mechanism.is_cheaper_unformed(x.shape[2], tokens)
 
     def _projections(self) -> Projections:
-        dim = self.qkv.in_features
-        shape = (2, self.num_heads, self.head_dim)
-        bias = None if self.qkv.bias is None else self.qkv.bias[: 2 * dim].view(shape)
-        return Projections(self.qkv.weight[: 2 * dim].view(*shape, dim), bias)
+        return Projections.of(self.qkv.weight, self.qkv.bias, self.num_heads, self.head_dim)
 
     def _heads(self, v: Tensor) -> Tensor:
         return v.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -248,9 +245,6 @@ class LOTAttention(AttentionLayer):
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,
             dtype=dtype, **options,
         )  # fmt: skip
-
-
-_WIDE = (torch.float32, torch.float64)
 
 
 def _is_watched(module: nn.Module) -> bool:

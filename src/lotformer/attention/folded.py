@@ -62,7 +62,10 @@ class FoldedLOT(LOT):
         *,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        return self._attend_reads(_tokens(q), self._stored(), v, key_mask, query_mask, grid)
+        dtype = self.scores.weight.dtype
+        with torch.autocast(q.device.type, enabled=False):  # a score that was rounded is a wrong plan
+            out = self._attend_reads(_tokens(q).to(dtype), self._stored(), v.to(dtype), key_mask, query_mask, grid)
+        return out.to(v.dtype)
 
     def why_formed(self) -> str | None:
         return "it is folded already"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +25,18 @@ class Projections(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
+    @classmethod
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, num_heads: int, head_dim: int, query_factor: float = 1.0
+    ) -> Projections:
+        """From the weight `(2·H·D or more, C)` of a linear map to queries, keys and perhaps more, and its bias."""
+        rows, shape = 2 * num_heads * head_dim, (2, num_heads, head_dim)
+        weight, bias = weight[:rows].view(*shape, -1), None if bias is None else bias[:rows].view(shape)
+        if query_factor != 1.0:
+            weight = torch.stack([query_factor * weight[0], weight[1]])
+            bias = None if bias is None else torch.stack([query_factor * bias[0], bias[1]])
+        return cls(weight, bias)
+
     @property
     def width(self) -> int:
         """C, the channels of a token."""
@@ -36,7 +49,7 @@ class Projections(NamedTuple):
         return out.unflatten(-1, weight.shape[:2])
 
     def against(self, points: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Products of both sides with the points `(H, R, D)`, as a map of x: weight `(2, H, R, C)`, bias `(2, H, R)`."""
+        """Products with the points `(H, R, D)`, as a map of x: weight `(2, H, R, C)` and bias `(2, H, R)`."""
         return points @ self.weight, None if self.bias is None else (points @ self.bias[..., None])[..., 0]
 
     def as_keys_see(self, vectors: Tensor) -> Tensor:
@@ -44,6 +57,14 @@ class Projections(NamedTuple):
         batch, heads, count, dim = vectors.shape
         by_head = vectors.transpose(0, 1).reshape(heads, batch * count, dim) @ self.weight[1]
         return by_head.view(heads, batch, count, -1).transpose(0, 1).reshape(batch, heads * count, -1)
+
+
+def why_too_coarse(dtype: torch.dtype) -> str | None:
+    """Why tokens or weights of this precision should have their queries and keys formed, or None."""
+    if dtype in (torch.float32, torch.float64):
+        return None
+    # the rounding of a token averages out over its channels, that of a score stays
+    return f"its weights are {dtype}, and scores rounded to that would be too coarse: use .float()"
 
 
 class Reads(NamedTuple):

@@ -1,6 +1,7 @@
 """Swap the attention inside a trained model, calibrate the new parameters, fine-tune, save and load."""
 
 from .api import convert, revert
+from .folding import FoldingReport, fold
 from .learning.calibration import CalibrationReport, calibrate
 from .learning.finetuning import FinetuningReport, finetune
 from .measuring.couplings import CouplingQuality, coupling_quality
@@ -13,10 +14,12 @@ __all__ = [
     "ConversionReport",
     "CouplingQuality",
     "FinetuningReport",
+    "FoldingReport",
     "calibrate",
     "convert",
     "coupling_quality",
     "finetune",
+    "fold",
     "load",
     "recipe",
     "revert",

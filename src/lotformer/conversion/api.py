@@ -13,7 +13,7 @@ from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from ..ops.problem import Balance
 from . import hosts
-from .hosts.sites import Site, Skipped, converted
+from .hosts.sites import Site, Skipped, converted, require_unfolded
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
 from .recipe import Recipe
@@ -102,6 +102,7 @@ def revert(model: nn.Module) -> None:
     _require_module(model)
     if not converted(model):
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert.")
+    require_unfolded(model, "revert")
     take_out(model)
 
 

@@ -22,6 +22,7 @@ class Recipe:
     Attributes:
         mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments.
         layers: names of the converted attention modules, as `model.named_modules()` gives them.
+        folded: whether they are in their inference form (`lotformer.fold`).
 
     Raises:
         ValueError: unknown mechanism, an option it does not take, or a value of the wrong type or of absurd size.
@@ -30,6 +31,7 @@ class Recipe:
     mechanism: str
     options: Mapping[str, Any] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
+    folded: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", checked_options(self.mechanism, self.options))
@@ -37,7 +39,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold; `from_dict` reads it."""
         options = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
-        return {"version": VERSION, "mechanism": self.mechanism, "options": options, "layers": list(self.layers)}
+        written = {"version": VERSION, "mechanism": self.mechanism, "options": options, "layers": list(self.layers)}
+        return {**written, "folded": True} if self.folded else written
 
     @classmethod
     def from_dict(cls, written: object) -> Recipe:
@@ -49,7 +52,7 @@ class Recipe:
                 f"a lotformer recipe of version {VERSION} is expected, got version {written.get('version')!r}: "
                 "the file is not a conversion, or was written by another version of lotformer."
             )
-        if written.keys() != {"version", "mechanism", "options", "layers"}:
+        if written.keys() - {"folded"} != {"version", "mechanism", "options", "layers"}:
             raise ValueError(
                 f"a lotformer recipe holds version, mechanism, options and layers, got {', '.join(map(str, written))}."
             )
@@ -60,7 +63,10 @@ class Recipe:
             raise ValueError(f"the options of a lotformer recipe must be a table, got {options!r}.")
         if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
             raise ValueError(f"the layers of a lotformer recipe must be a list of names, got {layers!r}.")
-        return cls(mechanism, options, tuple(layers))
+        folded = written.get("folded", False)
+        if not isinstance(folded, bool):
+            raise ValueError(f"whether a lotformer recipe is folded must be true or false, got {folded!r}.")
+        return cls(mechanism, options, tuple(layers), folded)
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
@@ -91,7 +97,7 @@ def recipe(model: nn.Module) -> Recipe:
     records = [record for _, module in found if (record := record_of(module)) is not None]
     first = records[0].recipe
     for (name, _), record in zip(found, records, strict=True):
-        if (record.recipe.mechanism, record.recipe.options) != (first.mechanism, first.options):
+        if replace(record.recipe, layers=first.layers) != first:
             raise ValueError(
                 f"{found[0][0]} and {name} were converted with different settings, which one recipe cannot hold: "
                 "save the parts separately."

@@ -16,7 +16,7 @@ from . import hosts
 from .api import choose
 from .hosts.sites import MECHANISM, converted
 from .recipe import Recipe, recipe
-from .swapping import Located, build_on_meta, put_in, take_out
+from .swapping import Located, Snapshot, build_on_meta, put_in, take_out
 
 _KEY = "lotformer"
 
@@ -68,19 +68,24 @@ def load(model: nn.Module, path: str | Path) -> None:
         _require_fit(model, written, sites, shapes)
     except ValueError as error:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {error}") from error
+    before = Snapshot(site.module for _, site in sites)
     put_in(model, written, sites)
     try:
         load_model(model, str(path))
     except Exception:
         take_out(model)
+        before.restore()
         raise
 
 
 def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], shapes: dict[str, Any]) -> None:
     """Every tensor of the converted model is in the file, in its shape, and nothing else is."""
+    mechanisms = build_on_meta(written, sites)
     state = model.state_dict()
+    if written.folded:
+        state = _without_projections(model, sites)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for site, mechanism in build_on_meta(written, sites).items():
+    for site, mechanism in mechanisms.items():
         for name, tensor in mechanism.state_dict().items():
             expected[".".join(filter(None, (site, MECHANISM, name)))] = tuple(tensor.shape)
     for name, shape in shapes.items():
@@ -92,3 +97,14 @@ def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], shapes
     for name in expected.keys() - shapes.keys():
         if name not in state or state[name].data_ptr() not in kept:  # tied weights are written once
             raise ValueError(f"the file does not hold {name}, which the converted model needs.")
+
+
+def _without_projections(model: nn.Module, sites: list[Located]) -> dict[str, Any]:
+    """The state dict of the model as it would be with queries and keys folded away."""
+    before = Snapshot(site.module for _, site in sites)
+    try:
+        for host, site in sites:
+            hosts.present()[host].drop_projections(site.module)
+        return model.state_dict()
+    finally:
+        before.restore()

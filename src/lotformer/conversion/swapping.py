@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from .. import attention
 from ..attention import Attention
+from ..attention.folded import FoldedLOT, why_unfoldable
+from ..attention.lot import LOT
+from ..attention.unformed import Projections, why_too_coarse
 from . import hosts
 from .hosts.grids import Grids
-from .hosts.sites import Record, Site, converted, install, record_of, uninstall
+from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
 from .recipe import Recipe
 
 Located = tuple[str, Site]
@@ -32,7 +36,10 @@ def build(recipe: Recipe, site: Site) -> Attention:
 def build_on_meta(recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attention]:
     """The mechanisms of a recipe by the name of their site: shapes without memory, however large they claim to be."""
     with torch.device("meta"):
-        return {site.name: build(recipe, site) for _, site in sites}
+        made = {site.name: build(recipe, site) for _, site in sites}
+    if recipe.folded:
+        return {site.name: _folded(host, site.module, made[site.name]) for host, site in sites}
+    return made
 
 
 def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attention]:
@@ -41,9 +48,62 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
     grids = Grids(model)
     for host, site in sites:
         mechanism = mechanisms[site.name]
-        install(site.module, mechanism, Record(host, recipe, grids.of(site.name, mechanism)))
+        install(site.module, mechanism, Record(host, replace(recipe, folded=False), grids.of(site.name, mechanism)))
+        if recipe.folded:
+            fold_module(site.module)
     _tell_hosts(model, [(host, site.module) for host, site in sites], lambda host: host.attach)
     return mechanisms
+
+
+def fold_module(module: nn.Module) -> None:
+    """Turn one converted module into its inference form.
+
+    Raises:
+        ValueError: it cannot be, with the reason.
+    """
+    record, mechanism = record_of(module), mechanism_of(module)
+    assert record is not None
+    folded = _folded(record.host, module, mechanism)
+    hosts.present()[record.host].drop_projections(module)
+    install(module, folded, replace(record, recipe=replace(record.recipe, folded=True)))
+
+
+def foldable_projections(host: str, module: nn.Module, mechanism: nn.Module) -> Projections | str:
+    """How an attention module forms the queries and keys of its mechanism, or why they cannot be folded."""
+    reason = why_unfoldable(mechanism)
+    if reason is not None:
+        return reason
+    assert isinstance(mechanism, LOT)
+    found = hosts.present()[host].projections(module, mechanism.num_heads, mechanism.head_dim)
+    return found if isinstance(found, str) else why_too_coarse(found.weight.dtype) or found
+
+
+def tell_hosts(model: nn.Module) -> None:
+    """Let the hosts know that converted modules have changed."""
+    found = [(record.host, module) for _, module in converted(model) if (record := record_of(module)) is not None]
+    _tell_hosts(model, found, lambda host: host.attach)
+
+
+def _folded(host: str, module: nn.Module, mechanism: Attention) -> FoldedLOT:
+    found = foldable_projections(host, module, mechanism)
+    if isinstance(found, str):
+        raise ValueError(f"it cannot be folded: {found}.")
+    assert isinstance(mechanism, LOT)
+    weight, bias = found
+    where = mechanism.pivots.logits.bias.device  # a mechanism that is only looked at has no memory
+    return FoldedLOT.of(mechanism, Projections(weight.to(where), None if bias is None else bias.to(where)))
+
+
+class Snapshot:
+    """Parts and parameters of modules as they are now, to go back to."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._state = [(m, m.__dict__.copy(), dict(m._modules), dict(m._parameters)) for m in modules]
+
+    def restore(self) -> None:
+        for module, attributes, modules, parameters in self._state:
+            module.__dict__.clear()
+            module.__dict__.update(attributes, _modules=modules, _parameters=parameters)
 
 
 def take_out(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
+from ...attention.unformed import Projections
 from .sites import Site, Skipped
 
 
@@ -25,6 +26,17 @@ class Host(Protocol):
     @staticmethod
     def detach(model: nn.Module, modules: list[nn.Module]) -> None:
         """Called when the mechanisms of the given modules are gone; undoes `attach` exactly."""
+
+    @staticmethod
+    def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+        """How an attention module forms its queries and keys, or why that is no linear map of its input.
+
+        The factor of the scores that the host would apply, over `D^-1/2`, is in the queries.
+        """
+
+    @staticmethod
+    def drop_projections(module: nn.Module) -> None:
+        """Let a module hand its input to the mechanism in place of queries and keys."""
 
 
 _MODULES = {"huggingface": "transformers", "timm_vit": "timm", "torch_mha": "torch"}

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
+from ...attention.unformed import Projections
 from . import configs
 from .configs import IMPLEMENTATION, SAVED, dispatches, names_in_forward
-from .sites import MECHANISM, Site, Skipped, mix
+from .sites import MECHANISM, Site, Skipped, mix, relative_scale
 
 
 def attention_forward(
@@ -96,6 +97,39 @@ def attach(model: nn.Module, modules: list[nn.Module]) -> None:
 def detach(model: nn.Module, modules: list[nn.Module]) -> None:
     """Let transformers dispatch as before."""
     configs.settle(model)
+
+
+_QUERY_AND_KEY = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
+_NOT_LINEAR = ("rotary", "norm")
+
+
+def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+    """The query and key projections of a module, if nothing but a view stands between them and the attention."""
+    changed = [name for name in names_in_forward(module) if any(part in name for part in _NOT_LINEAR)]
+    if changed:
+        return f"{changed[0]} comes between its projections and its scores, which are not linear in the input then"
+    names = _projection_names(module)
+    if names is None:
+        return "its query and key projections are not linear maps of their own"
+    query, key = (getattr(module, name) for name in names)
+    if query.weight.shape != key.weight.shape or query.in_features % head_dim:
+        return "its queries and keys are not as wide as its input, or not as many"
+    biases = [x.weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in (query, key)]
+    factor = relative_scale(getattr(module, "scaling", None), head_dim)
+    return Projections.of(torch.cat([query.weight, key.weight]), torch.cat(biases), num_heads, head_dim, factor)
+
+
+def drop_projections(module: nn.Module) -> None:
+    """Identities hand the input through, and the module cuts it into heads as it would cut queries and keys."""
+    for name in _projection_names(module) or ():
+        setattr(module, name, nn.Identity())
+
+
+def _projection_names(module: nn.Module) -> tuple[str, str] | None:
+    for names in _QUERY_AND_KEY:
+        if all(type(getattr(module, name, None)) is nn.Linear for name in names):
+            return names
+    return None
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -101,14 +101,36 @@ def mix(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     batch, heads, queries, dim = q.shape
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    usual = dim**-0.5
-    if scale is not None and abs(scale - usual) > 1e-6 * usual:
-        q = q * (scale / usual)  # mechanisms scale by D^-1/2
-    key_mask = key_mask_from(mask, batch, queries, k.shape[2])
     record = record_of(module)
+    factor = relative_scale(scale, dim)
+    if factor != 1 and not (record is not None and record.recipe.folded):  # else it is in the weights
+        q = q * factor
+    key_mask = key_mask_from(mask, batch, queries, k.shape[2])
     grid = None if record is None or record.grid is None else record.grid.size
     mechanism = getattr(module, MECHANISM)  # called as it is: a wrapper around it has its reasons
     return mechanism(q, k, v, key_mask, key_mask if queries == k.shape[2] else None, grid=grid)
+
+
+def relative_scale(scale: float | None, head_dim: int) -> float:
+    """A host's factor of the scores over the one that mechanisms apply, `D^-1/2`."""
+    usual = head_dim**-0.5
+    return 1.0 if scale is None or abs(scale - usual) <= 1e-6 * usual else scale / usual
+
+
+def is_folded(module: nn.Module) -> bool:
+    """Whether a module is converted and in its inference form: it makes values alone."""
+    record = record_of(module)
+    return record is not None and record.recipe.folded
+
+
+def require_unfolded(model: nn.Module, what: str) -> None:
+    """Refuse models whose queries and keys are gone."""
+    for name, module in converted(model):
+        if is_folded(module):
+            raise ValueError(
+                f"{name} is folded for inference, which has no queries and keys any more: {what} the model before "
+                "`lotformer.fold`."
+            )
 
 
 @contextmanager

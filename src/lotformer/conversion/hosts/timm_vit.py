@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ... import _torchvision
-from .sites import Site, Skipped, mix
+from ...attention.folded import split_tokens
+from ...attention.unformed import Projections
+from ...layers import value_rows
+from .sites import Site, Skipped, is_folded, mix, relative_scale
 
 _torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
 
@@ -19,8 +22,13 @@ class ConvertedTimmAttention(TimmAttention):
         if is_causal:
             raise ValueError("this attention was converted and cannot attend causally; convert without it.")
         batch, length, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        out = mix(self, self.q_norm(q), self.k_norm(k), v, attn_mask, self.scale)
+        if is_folded(self):
+            v = self.qkv(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+            q = k = split_tokens(x, self.head_dim)
+        else:
+            q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = mix(self, q, k, v, attn_mask, self.scale)
         out = self.norm(out.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_dim))
         gate: nn.Module | None = getattr(self, "gate", None)
         if gate is not None:
@@ -53,3 +61,20 @@ def detach(model: nn.Module, modules: list[nn.Module]) -> None:
     """Let the modules run softmax again."""
     for module in modules:
         module.__class__ = TimmAttention
+
+
+def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+    """The first two thirds of `qkv`."""
+    qkv, norms = module.qkv, (module.q_norm, module.k_norm)
+    if type(qkv) is not nn.Linear:
+        return f"its projection is a {type(qkv).__name__}, not a plain linear map"
+    if not all(isinstance(norm, nn.Identity) for norm in norms):
+        return "queries and keys are normalised, so their scores are not linear in the input"
+    assert isinstance(module, TimmAttention)
+    return Projections.of(qkv.weight, qkv.bias, num_heads, head_dim, relative_scale(module.scale, head_dim))
+
+
+def drop_projections(module: nn.Module) -> None:
+    """`qkv` makes values alone."""
+    assert isinstance(module.qkv, nn.Linear)
+    module.qkv = value_rows(module.qkv)

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attention.folded import split_tokens
 from ...attention.host_masks import additive_allows
-from .sites import Site, Skipped, mix, record_of
+from ...attention.unformed import Projections
+from .sites import Site, Skipped, is_folded, mix, record_of
 
 _NESTED = "_lotformer_use_nested_tensor"
 
@@ -50,9 +52,12 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         batch, length, width = x.shape
         weight, bias = self.in_proj_weight, self.in_proj_bias
         assert weight is not None
-        q, k, v = F.linear(x, weight, bias).view(batch, length, 3, self.num_heads, self.head_dim).unbind(2)
+        made = F.linear(x, weight, bias).view(batch, length, -1, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q = k = split_tokens(x, self.head_dim)
+        if not is_folded(self):
+            q, k = made[0], made[1]
         mask = _real_keys(attn_mask, key_padding_mask, batch, length)
-        out = mix(self, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        out = mix(self, q, k, made[-1], mask)
         out = self.out_proj(out.transpose(1, 2).reshape(batch, length, width))
         return (out[0] if single else out if self.batch_first else out.transpose(0, 1)), None
 
@@ -99,6 +104,23 @@ def detach(model: nn.Module, modules: list[nn.Module]) -> None:
     for module in model.modules():
         if _NESTED in module.__dict__:
             module.use_nested_tensor = module.__dict__.pop(_NESTED)
+
+
+def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+    """The first two thirds of `in_proj_weight`."""
+    assert isinstance(module, nn.MultiheadAttention)
+    assert module.in_proj_weight is not None
+    return Projections.of(module.in_proj_weight, module.in_proj_bias, num_heads, head_dim)
+
+
+def drop_projections(module: nn.Module) -> None:
+    """The projection makes values alone."""
+    assert isinstance(module, nn.MultiheadAttention)
+    for name in ("in_proj_weight", "in_proj_bias"):
+        whole = getattr(module, name)
+        if whole is not None:
+            values = whole.detach()[-module.embed_dim :].clone()
+            setattr(module, name, nn.Parameter(values, requires_grad=whole.requires_grad))
 
 
 def _real_keys(attn_mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from ...training.checkpoints import Checkpoint, check_writable
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates
-from ..hosts.sites import MECHANISM, mechanism_of, require_converted
+from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_unfolded
 from .activations import Activations
 from .exact_share import ExactShare
 from .identity import identity
@@ -118,6 +118,7 @@ def calibrate(
     if checkpoint is not None:
         check_writable(Path(checkpoint))
     mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
+    require_unfolded(model, "calibrate")
     trained = {
         f"{layer}.{MECHANISM}.{name}": parameter
         for layer, mechanism in mechanisms.items()

@@ -23,7 +23,7 @@ from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.precision import widened
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates, ParamGroup
-from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted
+from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded
 from .exact_share import ExactShare
 from .identity import identity
 
@@ -94,6 +94,7 @@ def finetune(
     batches = batches if isinstance(batches, Sequence) else list(batches)
     if not batches:
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
+    require_unfolded(model, "fine-tune")
     if loss is None:
         require_converted(model)
         teacher = softmax_copy(model) if teacher is None else teacher
