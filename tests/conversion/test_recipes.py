@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -185,6 +186,13 @@ class TestCalls:
         with pytest.raises(ValueError, match=message):
             lotformer.convert(model, **options)
         assert torch.equal(output(model, batch), before)
+
+    def test_numbers_of_numpy_are_numbers(self, tmp_path):
+        model = torch_encoder()
+        lotformer.convert(model, rank=numpy.int64(5), eps=numpy.float64(0.5), mass_temperature=numpy.float32(2))
+        options = lotformer.conversion.recipe(model).options
+        assert [type(options[name]) for name in ("rank", "eps", "mass_temperature")] == [int, float, float]
+        lotformer.conversion.save(model, tmp_path / "saved")  # JSON knows no numpy
 
     def test_other_mechanisms_too(self):
         with pytest.raises(ValueError, match=r"features must be an integer of at most 1,048,576 or None, got 3\.5"):

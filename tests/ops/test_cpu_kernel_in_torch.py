@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer.ops import backends, cpu, lot_attention
-from support.cpu_kernel import assert_agrees, needs_kernel, problem, run
-
-SOLVERS = ("sinkhorn", "newton")
+from support.cpu_kernel import FORMS, assert_agrees, needs_kernel, problem, run, scored
 
 
 def inputs(**options: Any) -> dict[str, Tensor]:
@@ -36,9 +36,9 @@ def in_new_process(code: str, **environment: str) -> str:
 
 
 @needs_kernel
-@pytest.mark.parametrize("solver", [0, 1], ids=SOLVERS)
+@pytest.mark.parametrize(("solver", "balance"), [(0, 0), (1, 0), (1, 1), (0, 2)], ids=str)
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "masses, masks and eps"])
-def test_the_registration_passes_opcheck(extras: bool, solver: int) -> None:
+def test_the_registration_passes_opcheck(extras: bool, solver: int, balance: int) -> None:
     x = inputs()
     masses: list[Tensor | None] = [None, None]
     masks: list[Tensor | None] = [None, None]
@@ -47,18 +47,22 @@ def test_the_registration_passes_opcheck(extras: bool, solver: int) -> None:
         masses = [torch.rand(2, 3, length).softmax(-1).requires_grad_() for length in (21, 17)]
         masks = [torch.rand(2, length) < 0.8 for length in (21, 17)]
         temperatures = torch.tensor([0.3, 1.0, 2.0], requires_grad=True)
-    arguments = (*x.values(), temperatures, *masses, *masks, 0.7, solver, 3, 1e-5)
-    torch.library.opcheck(torch.ops.lotformer.cpu_forward.default, arguments)
+    rest = (temperatures, *masses, *masks, 0.7, solver, 3, 1e-5, balance)
+    torch.library.opcheck(torch.ops.lotformer.cpu_forward.default, (*x.values(), *rest))
+    if extras:
+        scores = [torch.randn(2, length, 3, 11).transpose(1, 2).requires_grad_() for length in (21, 17)]
+        tensors = (*scores, x["v"], None, x["log_masses"])
+        torch.library.opcheck(torch.ops.lotformer.cpu_forward.default, (*tensors, *rest))
 
 
 @needs_kernel
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_it_compiles_into_one_graph(solver: str) -> None:
+@pytest.mark.parametrize("form", ["sinkhorn", "newton, keys"])
+def test_it_compiles_into_one_graph(form: str) -> None:
     x = inputs(query_masses=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rest: dict[str, Any] = {name: t for name, t in x.items() if name not in "qkv"}
-        return lot_attention(q * 1.5, k, v, **rest, solver=solver, backend="cpu") * 2
+        return lot_attention(q * 1.5, k, v, **rest, **FORMS[form], backend="cpu") * 2
 
     leaves = [x[name] for name in "qkv"]
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -101,13 +105,14 @@ def test_torch_func_transforms_run_on_the_reference() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("isa", cpu.instruction_sets())
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_every_instruction_set_of_this_machine_agrees(isa: str, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_every_instruction_set_of_this_machine_agrees(isa: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOTFORMER_CPU_ISA", isa)
     for shape in ({"n": 50, "m": 77, "rank": 13, "dim": 21}, {"n": 33, "m": 16, "rank": 32, "dim": 64}):
-        x = problem(query_masses=True, key_masses=True, **shape)
-        got = run(x, torch.float32, "cpu", eps=0.2, solver=solver)
-        assert_agrees(got, run(x, torch.float64, "reference", eps=0.2, solver=solver), 1e-5)
+        plain = problem(query_masses=True, key_masses=True, **shape)
+        for x in (plain, scored(plain)):
+            got = run(x, torch.float32, "cpu", eps=0.2, **FORMS[form])
+            assert_agrees(got, run(x, torch.float64, "reference", eps=0.2, **FORMS[form]), 1e-5)
 
 
 @needs_kernel
@@ -123,16 +128,17 @@ def test_the_kernel_never_reads_scratch_it_has_not_written() -> None:
     code = """
         import sys, torch
         sys.path.insert(0, "tests")
-        from support.cpu_kernel import problem, run
+        from support.cpu_kernel import FORMS, problem, run, scored
         torch.set_num_threads(1)
         for dtype in (torch.float32, torch.bfloat16):
             for eps in (1.0, 0.01):
-                for solver in SOLVERS:
+                for form in FORMS.values():
                     x = problem(n=53, m=37, rank=7, dim=13, value_dim=9, query_masses=True)
                     mask = torch.arange(37).expand(2, 37) % 5 != 0
-                    for name, t in run(x, dtype, "cpu", eps=eps, solver=solver, key_mask=mask).items():
-                        print(name, t.double().sum().item(), t.double().abs().sum().item())
-    """.replace("SOLVERS", repr(SOLVERS))
+                    for given in (x, scored(x)):
+                        for name, t in run(given, dtype, "cpu", eps=eps, **form, key_mask=mask).items():
+                            print(name, t.double().sum().item(), t.double().abs().sum().item())
+    """
     clean = in_new_process(code)
     assert "nan" not in clean
     assert in_new_process(code, LOTFORMER_CPU_POISON="1") == clean
@@ -210,3 +216,29 @@ def test_masses_of_pivots_are_judged_as_the_kernel_sees_them() -> None:
     x["log_masses"] = torch.tensor([0.6, 0.45]).log().expand(3, 2)
     with pytest.raises(ValueError, match=r"`log_masses`.*log_softmax"):
         lot_attention(**x, backend="cpu")
+
+
+@needs_kernel
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_call_that_finds_no_memory_says_so_and_keeps_none(solver: str) -> None:
+    tokens, rank = 50_000, 250  # 48 MiB of scores
+    q, k, v = torch.randn(3, 1, 1, tokens, 8)
+    pivots, log_masses = torch.randn(1, rank, 8), torch.full((1, rank), 1 / rank).log()
+    few = lot_attention(q[:, :, :9], k, v, pivots, log_masses, solver="sinkhorn", backend="cpu")
+    limit, used = resource.getrlimit(resource.RLIMIT_AS), []
+    resource.setrlimit(resource.RLIMIT_AS, (_virtual_memory() + (30 << 20), limit[1]))
+    try:
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="lotformer: out of memory"):
+                lot_attention(q, k, v, pivots, log_masses, solver=solver, backend="cpu")
+            used.append(_virtual_memory())
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert used[-1] - used[0] < 4 << 20
+    again = lot_attention(q[:, :, :9], k, v, pivots, log_masses, solver="sinkhorn", backend="cpu")
+    assert torch.equal(again, few)
+
+
+def _virtual_memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

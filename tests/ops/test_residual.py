@@ -11,7 +11,7 @@ import lotformer
 from lotformer.attention.lot import LOT
 from lotformer.ops import convergence
 from lotformer.ops.problem import Solve
-from support.cpu_kernel import needs_kernel
+from support.cpu_kernel import FORMS, needs_kernel
 from support.problems import lengths_mask, make_inputs
 
 SOLVERS = ["sinkhorn", "newton"]
@@ -24,11 +24,12 @@ def bound(residual: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("balance", ["both", "keys"])
 @pytest.mark.parametrize("eps", [1.0, 0.1])
-def test_the_residual_bounds_what_the_columns_miss(eps, solver, backend):
+def test_the_residual_bounds_what_the_columns_miss(eps, balance, solver, backend):
     x = make_inputs(3, 2, 40, 30, rank=6, dtype=torch.float32)
     mask = lengths_mask([30, 11, 0], 30)
-    options = {"eps": eps, "solver": solver, "iters": 3, "key_mask": mask, "backend": backend}
+    options = {"eps": eps, "solver": solver, "iters": 3, "key_mask": mask, "backend": backend, "balance": balance}
     out, residual = lotformer.lot_attention(*x, **options, return_residual=True)
     assert torch.equal(out, lotformer.lot_attention(*x, **options))
     assert residual.shape == (3, 2)
@@ -44,10 +45,10 @@ def test_the_residual_bounds_what_the_columns_miss(eps, solver, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_coupling_describes_the_backend_in_force(solver, backend):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_coupling_describes_the_backend_in_force(form, backend):
     x = make_inputs(2, 3, 33, 21, rank=5, dtype=torch.float32)
-    options = {"eps": 0.2, "solver": solver, "iters": 2, "query_mask": lengths_mask([33, 20], 33)}
+    options = {"eps": 0.2, **FORMS[form], "iters": 2, "query_mask": lengths_mask([33, 20], 33)}
     plan = lotformer.coupling(*x.without_values, **options, backend=backend)
     assert (
         repr(plan) == f"Coupling(33×21 of rank ≤ 5, 2 samples × 3 heads, {plan.query_plan.dtype}, backend={backend!r})"
@@ -55,6 +56,7 @@ def test_a_coupling_describes_the_backend_in_force(solver, backend):
     out, residual = lotformer.lot_attention(*x, **options, backend=backend, return_residual=True)
     torch.testing.assert_close(plan.apply(x.v).to(out), out, rtol=1e-4, atol=1e-5)
     assert (plan.residual() <= bound(residual) + 1e-5).all()
+    assert form != "none" or not residual.any()
 
 
 @needs_kernel

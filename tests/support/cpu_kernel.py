@@ -8,13 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from lotformer.ops import cpu, lot_attention
+from lotformer.ops import cpu, lot_attention, lot_attention_from_scores
 
 needs_kernel = pytest.mark.skipif(
     cpu.why_unavailable() is not None, reason="the extension is not built here, as on a machine without a compiler"
 )
 
 Inputs = dict[str, Tensor]
+
+FORMS: dict[str, dict[str, Any]] = {
+    "sinkhorn": {"solver": "sinkhorn"},
+    "newton": {"solver": "newton"},
+    "sinkhorn, keys": {"solver": "sinkhorn", "balance": "keys"},
+    "newton, keys": {"solver": "newton", "balance": "keys"},
+    "none": {"balance": "none"},
+}
+"""Options of everything the kernel can solve or leave."""
+
+
+def exact(form: str) -> dict[str, Any]:
+    """The same for a reference to compare with."""
+    options = FORMS[form]
+    return options | ({"tol": 1e-11} if options.get("solver") == "newton" else {})
 
 
 def problem(
@@ -50,8 +65,23 @@ def problem(
     return {name: tensor.float().double() for name, tensor in x.items()}
 
 
+def scored(x: Inputs) -> Inputs:
+    """The same problem with scores in place of queries, keys and pivots, rounded to fp32."""
+    rest = {name: tensor for name, tensor in x.items() if name != "pivots"}
+    scores = {name: x[name] @ x["pivots"].mT / x[name].shape[-1] ** 0.5 for name in ("q", "k")}
+    return rest | {name: tensor.float().double() for name, tensor in scores.items()}
+
+
+def attend(x: Inputs, **options: Any) -> Tensor:
+    """The operator on the inputs of a problem, `q` and `k` being scores if there are no pivots."""
+    if "pivots" in x:
+        return lot_attention(**x, **options)
+    rest = {name: tensor for name, tensor in x.items() if name not in ("q", "k")}
+    return lot_attention_from_scores(x["q"], x["k"], **rest, **options)
+
+
 def run(x: Inputs, dtype: torch.dtype, backend: str, cotangent: Tensor | None = None, **options: Any) -> Inputs:
-    """Output and gradients of every floating-point input, of `eps` too if it is a tensor."""
+    """Output and gradients of every floating-point input, of `eps` too if it is a tensor; zero where it has no part."""
     narrow = {"q", "k", "v"}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     leaves = {name: t.to(dtype if name in narrow else wide).detach().clone() for name, t in x.items()}
@@ -60,11 +90,12 @@ def run(x: Inputs, dtype: torch.dtype, backend: str, cotangent: Tensor | None = 
         leaves["eps"] = eps.to(wide)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    out = lot_attention(**{"eps": eps, **leaves}, backend=backend, **options)
+    out = attend({"eps": eps, **leaves}, backend=backend, **options)
     if cotangent is None:
         generator = torch.Generator().manual_seed(1)
         cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(dtype).to(out.dtype))
+    cotangent = cotangent.to(dtype).to(out.dtype)
+    grads = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True, materialize_grads=True)
     return {"out": out.detach()} | {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 

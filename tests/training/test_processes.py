@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,9 @@ def state(out: Path) -> dict[str, Any]:
     return torch.load(out / LAST, weights_only=True)["state"]
 
 
-@contextmanager
-def kill(rank: str, step: str) -> Iterator[None]:
-    """While inside, a process of every run kills itself during a step."""
-    os.environ |= {"KILL_RANK": rank, "KILL_AT": step}
-    try:
-        yield
-    finally:
-        del os.environ["KILL_RANK"], os.environ["KILL_AT"]
+def kill(rank: int, step: int) -> dict[str, str]:
+    """The environment in which a process kills itself during a step."""
+    return {"KILL_RANK": str(rank), "KILL_AT": str(step)}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +49,8 @@ def test_the_loss_curve_is_that_of_one_process(processes, settings, alone, tmp_p
 
 
 def test_another_number_of_processes_goes_on_with_the_same_data(alone, tmp_path):
-    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
-        together(2, tmp_path, SETTINGS)
+    with pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(2, tmp_path, SETTINGS, kill(rank=1, step=5))
     together(1, tmp_path, SETTINGS)
     assert state(tmp_path)["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
@@ -68,8 +60,8 @@ def test_several_processes_resume_bit_for_bit(processes, settings, tmp_path):
     settings = {**SETTINGS, **settings, "dropout": 0.1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     together(processes, whole, settings)
-    with kill(rank="1", step="5"), pytest.raises(Exception, match=r"SIGKILL|peer"):
-        together(processes, parts, settings)
+    with pytest.raises(Exception, match=r"SIGKILL|peer"):
+        together(processes, parts, settings, kill(rank=1, step=5))
     assert state(parts)["step"] == 3
     together(processes, parts, settings)
     ended = [state(folder) for folder in (parts, whole)]
@@ -79,8 +71,8 @@ def test_several_processes_resume_bit_for_bit(processes, settings, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_run_with_its_name(tmp_path):
-    with kill(rank="1", step="5"), pytest.raises(ChildFailedError) as caught:
-        under_torchrun(2, tmp_path, SETTINGS)
+    with pytest.raises(ChildFailedError) as caught:
+        under_torchrun(2, tmp_path, SETTINGS, kill(rank=1, step=5))
     told = str(caught.value)
     assert "rank      : 1" in told
     assert "SIGKILL" in told

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +17,7 @@ LARGEST_INTEGER = 2**20
 
 
 def checked_options(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a mechanism, each of its declared type; lists (JSON has no tuples) become tuples.
+    """The options of a mechanism, each of its declared type, as JSON will give them back.
 
     Raises:
         ValueError: the mechanism is unknown, does not take an option, or takes it of another type.
@@ -30,7 +31,7 @@ def checked_options(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"{mechanism!r} does not take these options: {name}.{hint} It takes {', '.join(declared) or 'none'}."
             )
-        value = tuple(value) if isinstance(value, list) else value
+        value = _plain(value)
         if not _fits(value, declared[name]):
             raise ValueError(f"{name} must be {_spelled(declared[name])}, got {value!r}.")
         checked[name] = value
@@ -52,6 +53,15 @@ def _declared(mechanism: str) -> dict[str, Any]:
         for name, parameter in parameters.items()
         if name not in ("head_dim", "num_heads")
     }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON will give back: numpy's numbers become Python's, lists tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -42,6 +42,12 @@ def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
             "a batch must be a mapping of tensors, a tensor, or a pair (inputs, labels); "
             f"got {what}.{hint if isinstance(inputs, str) else ''}"
         )
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
+        if isinstance(value, list) and value and isinstance(value[0], (list, int, float)):
+            raise TypeError(
+                f"a batch must be a mapping of tensors, but {name!r} is a list: use `torch.as_tensor`, or "
+                "`tokenizer(texts, padding=True, return_tensors='pt')`."
+            )
     return inputs
 
 

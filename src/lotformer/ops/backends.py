@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from . import cpu, reference, triton
-from .folding import folding
 from .problem import Run, Solve, Transport
 
 
@@ -31,7 +30,7 @@ REFERENCE = Backend("reference", reference.run, lambda: None, lambda transport, 
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("cpu", cpu.run, cpu.why_unavailable, cpu.why_unsupported),
-    Backend("triton", folding(triton.run), triton.why_unavailable, triton.why_unsupported),
+    Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
     REFERENCE,
 )
 """In order of preference; the reference comes last and runs everything."""

@@ -31,7 +31,10 @@ def identity(
         "model": type(model).__name__,
         "settings": dict(settings),
         "mechanisms": {
-            name: f"{r.recipe.mechanism} {dict(r.recipe.options)}" for name, r in layers.items() if r is not None
+            # a recipe that was read from a file has its options in another order
+            name: f"{r.recipe.mechanism} {dict(sorted(r.recipe.options.items()))}"
+            for name, r in layers.items()
+            if r is not None
         },
         "parameters": shapes(trained),
         "data": data,

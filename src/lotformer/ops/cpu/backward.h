@@ -1,7 +1,6 @@
 // From the gradient of the output to those of all inputs: the query side first, because it tells what the pivots get.
 #pragma once
-#include "reverse_log.h"
-#include "reverse_scaling.h"
+#include "reverse_unbalanced.h"
 
 namespace {
 
@@ -21,29 +20,35 @@ LOT_INLINE void multiply_rows(const View& e, int count, int vectors, const Block
     }
 }
 
-// ds = K ∘ (A B + row_scale · plan_grad), or what log form has collected; then dx = ds · scaled pivots and the pivots'
-// gradient.
-static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
-  const Head& head = *r.head;
+// Before the first block of a side.
+static void start_totals(const Head& head) {
+  if (head.pivots.scaled) start_products(head, head.pivots.dim_padded);
+  for (int w = 0; w < head.workers; w++) head.worker[w].top = 0;
+}
+
+// From the gradient ds of the scores of a block to its dx = ds · scaled pivots, and to the pivots' gradient. Where scores
+// are given, to that of the temperature, in `top`.
+static void push_block(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const View& ds,
+                       const Rows& dx) {
   const Measure& p = head.pivots;
-  const Tokens& t = *r.t;
-  start_products(head, p.dim_padded);
-  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i += kBlock) {
-      const int count = int(least<int64_t>(kBlock, last - i));
-      const Block ds = r.grad.data ? r.grad.at(i) : k.plan;
-      if (!r.grad.data) {
-        scale_rows(r.plan_grad.at(i), count, r.row_scale + i, p.vectors, ds);
-        multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, p.padded, p.vectors, ds.data, ds.ld);
-        multiply_rows(r.rows.at(i), count, p.vectors, ds);
-      }
-      const Block to = target_rows(t, dx, i, p.dim, k.output);
-      multiply_nn(ds.data, ds.ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, to.data, to.ld);
-      write_rows(t, dx, i, count, p.dim, to, k.output);
-      const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
-      multiply_tn(ds.data, ds.ld, p.padded, count, x.data, x.ld, p.dim_padded / W, k.product, p.dim_padded);
-    }
-  });
+  const Block to = target_rows(t, dx, i, p.dim, k.output);
+  if (!p.scaled) {
+    const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
+    for (int l = 0; l < count; l++) k.top += dot_double(x.data + l * x.ld, ds.data + l * ds.ld, p.padded);
+    scale_block(ds, count, p.temperature, p.vectors, to);
+    return write_rows(t, dx, i, count, p.dim, to, k.output);
+  }
+  multiply_nn(ds.data, ds.ld, count, p.rank, p.scaled, p.dim_padded, p.dim_padded / W, to.data, to.ld);
+  write_rows(t, dx, i, count, p.dim, to, k.output);
+  const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
+  multiply_tn(ds.data, ds.ld, p.padded, count, x.data, x.ld, p.dim_padded / W, k.product, p.dim_padded);
+}
+
+// After the last block.
+static void add_to_totals(const Head& head, Totals& totals) {
+  const Measure& p = head.pivots;
+  for (int w = 0; w < head.workers; w++) *totals.temperature += head.worker[w].top;
+  if (!p.scaled) return;
   collect_products(head, p.dim_padded);
   double inner = 0;
   for (int j = 0; j < p.rank; j++) {
@@ -55,22 +60,42 @@ static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   *totals.temperature += inner / p.temperature;
 }
 
-// From the gradient of log a to that of the masses as given, through their normalisation.
-static void write_mass_gradient(const Reverse& r, int side) {
-  const Call& c = *r.head->call;
+// ds = K ∘ (A B + row_scale · plan_grad), or what log form has collected; then what follows from it.
+static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
+  const Head& head = *r.head;
+  const Measure& p = head.pivots;
   const Tokens& t = *r.t;
+  start_totals(head);
+  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += kBlock) {
+      const int count = int(least<int64_t>(kBlock, last - i));
+      const Block ds = r.grad.data ? r.grad.at(i) : k.plan;
+      if (!r.grad.data) {
+        scale_rows(r.plan_grad.at(i), count, r.row_scale + i, p.vectors, ds);
+        multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, p.padded, p.vectors, ds.data, ds.ld);
+        multiply_rows(r.rows.at(i), count, p.vectors, ds);
+      }
+      push_block(head, t, k, i, count, ds, dx);
+    }
+  });
+  add_to_totals(head, totals);
+}
+
+// From the gradient of log a to that of the masses as given, through their normalisation.
+static void write_mass_gradient(const Head& head, const Tokens& t, const double* log_mass, int side) {
+  const Call& c = *head.call;
   const int64_t length = c.length[side];
-  float* to = c.grad_masses[side] + (r.head->b * c.heads + r.head->h) * length;
+  float* to = c.grad_masses[side] + (head.b * c.heads + head.h) * length;
   const Mask& mask = c.masks[side];
   double common = 0;
-  for (int64_t i = 0; i < t.count; i++) common += r.log_mass[i];
+  for (int64_t i = 0; i < t.count; i++) common += log_mass[i];
   const double scale = t.total > 0 ? 1 / t.total : 0;
   for (int64_t i = 0; i < length; i++) {
-    const bool real = !mask.data || mask.data[r.head->b * mask.batch + i * mask.token];
+    const bool real = !mask.data || mask.data[head.b * mask.batch + i * mask.token];
     to[i] = real ? float(-common * scale) : 0.f;
   }
   for (int64_t i = 0; i < t.count; i++)
-    if (t.mass[i] > 0) to[t.index ? t.index[i] : i] = float((r.log_mass[i] / t.mass[i] - common) * scale);
+    if (t.mass[i] > 0) to[t.index ? t.index[i] : i] = float((log_mass[i] / t.mass[i] - common) * scale);
 }
 
 static float* potential_or_scaling(const Head& head, const float* saved, bool logarithmic) {
@@ -96,7 +121,7 @@ static void reverse_sinkhorn(Reverse& r, int side, const float* state, const flo
   const Head& head = *r.head;
   const int rank = head.pivots.rank, rounds = head.call->iters;
   const bool logarithmic = notes[side] != 0;
-  const float* start = logarithmic ? zero_potential(head) : ones(head);
+  const float* start = logarithmic ? head.pivots.zero : ones(head);
   auto saved = [&](int sweep) {  // the potential after this many column half-steps
     return sweep == 0 ? start : potential_or_scaling(head, state + int64_t(sweep - 1) * rank, logarithmic);
   };
@@ -149,7 +174,6 @@ static void reverse_newton(Reverse& r, int side, const float* state, bool exact,
                            const Rows& dv, Mixed& y, double* log_mass) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
-  const Tokens& t = *r.t;
   const int64_t square = int64_t(p.padded) * p.padded;
   const HessianSink sink{&head, head.arena.zeros<float>(head.workers * square)};
   const float* one = ones(head);
@@ -170,23 +194,55 @@ static void reverse_newton(Reverse& r, int side, const float* state, bool exact,
     x[j] = float(dg[j]);
     log_mass[j] += p.mass[j] * dg[j];
   }
-  const int direct = claim(r, -1.f, x), through = claim(r, 1.f, one);
-  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i += kBlock) {
-      const int count = int(least<int64_t>(kBlock, last - i));
-      const View e = r.rows.at(i);
-      dot_rows(e, count, one, p.vectors, k.sum);
-      dot_rows(e, count, x, p.vectors, k.shift);
-      float *mass = column_at(r, direct, i), *weight = column_at(r, through, i);
-      divide_masses(t.mass + i, k.sum, count, k.extra, mass);
-      for (int l = 0; l < count; l += W) {
-        const V mean = load(k.extra + l) * load(k.shift + l);  // P_i · x
-        store(k.shift + l, -load(t.mass + i + l) * mean);
-        store(weight + l, load(mass + l) * mean);
-      }
-      add_log_mass(r, i, count, k.shift);
-    }
-  });
+  reverse_columns(r, one, x, nullptr);
+}
+
+// Everything that follows from the gradient of a side's scores.
+static void finish_side(Reverse& r, int side, const Rows& dx, Totals& totals) {
+  const Call& c = *r.head->call;
+  write_token_gradient(r, dx, totals);
+  clear_padding(*r.t, dx, c.length[side], c.dim);
+  if (c.grad_masses[side]) write_mass_gradient(*r.head, *r.t, r.log_mass, side);
+}
+
+// A side that is solved. `log_mass` gets the gradient of the logarithms of the masses that it is solved for.
+static void reverse_solved(const Head& head, const Tokens& t, int side, const float* state, const float* notes,
+                           const Rows& given, const Rows& dv, Mixed& y, double* log_mass, Totals& totals) {
+  const Call& c = *head.call;
+  const Scope scope(c.host);
+  const Rows dx = at_head(c.grad_tokens[side], c.bf16, head.b, head.h);
+  const bool sweeps = c.solver == kSinkhorn;
+  Reverse r = open_reverse(head, t, side, sweeps ? 2 * c.iters + 1 : 4, sweeps && notes[side] != 0, dx);
+  if (sweeps)
+    reverse_sinkhorn(r, side, state, notes, given, dv, y, log_mass);
+  else
+    reverse_newton(r, side, state, notes[side] != 0, given, dv, y, log_mass);
+  finish_side(r, side, dx, totals);
+}
+
+// Keys that are not solved.
+static void reverse_keys_unsolved(const Head& head, const Tokens& t, const float* state, const Rows& values,
+                                  const Rows& dv, const Mixed& y, Totals& totals) {
+  const Call& c = *head.call;
+  const Scope scope(c.host);
+  const Rows dx = at_head(c.grad_tokens[kKey], c.bf16, head.b, head.h);
+  double* log_mass = c.grad_masses[kKey] ? head.arena.zeros<double>(t.count) : nullptr;
+  start_totals(head);
+  reverse_average(head, t, values, dv, potential_or_scaling(head, state, true), y, log_mass,
+                  [&](Worker& k, int64_t i, int count, const View& ds) { push_block(head, t, k, i, count, ds, dx); });
+  add_to_totals(head, totals);
+  clear_padding(t, dx, c.length[kKey], c.dim);
+  if (log_mass) write_mass_gradient(head, t, log_mass, kKey);
+}
+
+// The pivots as the keys meet them: their masses are what the queries have sent, if the keys are solved for that.
+static Measure receiving_measure(const Head& head, const float* log_sent) {
+  Measure m = head.pivots;
+  if (head.call->balance != kKeys) return m;
+  m.log_mass = head.arena.take<float>(m.padded);
+  m.mass = head.arena.take<float>(m.padded);
+  normalise_masses(log_sent, m.rank, head.call->least_log_mass, m.padded, m.log_mass, m.mass);
+  return m;
 }
 
 static void backward_sample(Head& head, Totals totals) {
@@ -200,27 +256,31 @@ static void backward_sample(Head& head, Totals totals) {
     clear_gradients(c, b, h, queries, keys);
     return;
   }
-  const int64_t which = b * c.heads + h, size = state_size(c.solver, c.iters, c.rank);
+  const int64_t which = b * c.heads + h, size = state_size(c);
   const float* state = c.state + which * size;
   const float* notes = state + size - kNotes;
-  const float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 2) * c.rank;
+  const float* key_state = state + query_vectors(c) * c.rank;
   const Rows dout = at_head(c.grad_out, c.bf16, b, h);
   const Rows values = at_head(c.values, c.bf16, b, h), dv = at_head(c.grad_values, c.bf16, b, h);
-  Mixed y = read_mixed(head, c.mixed + which * c.rank * c.value_dim);
-  const int width = c.solver == kSinkhorn ? 2 * c.iters + 1 : 4;
-  for (int side = 0; side < 2; side++) {
-    const Scope side_scope(c.host);
-    const Tokens& t = side == kQuery ? queries : keys;
-    const bool logarithmic = c.solver == kSinkhorn && notes[side] != 0;
-    const Rows dx = at_head(c.grad_tokens[side], c.bf16, b, h), given = side == kQuery ? dout : values;
-    Reverse r = open_reverse(head, t, side, width, logarithmic, dx);
-    if (c.solver == kSinkhorn)
-      reverse_sinkhorn(r, side, side == kQuery ? state : key_state, notes, given, dv, y, totals.log_masses);
-    else
-      reverse_newton(r, side, side == kQuery ? state : key_state, notes[side] != 0, given, dv, y, totals.log_masses);
-    write_token_gradient(r, dx, totals);
-    clear_padding(t, dx, c.length[side], c.dim);
-    if (c.grad_masses[side]) write_mass_gradient(r, side);
+  Head receiving = head;
+  receiving.pivots = receiving_measure(head, state);
+  Mixed y = read_mixed(receiving, c.mixed + which * c.rank * c.value_dim);
+  if (c.balance == kBoth) {
+    reverse_solved(head, queries, kQuery, state, notes, dout, dv, y, totals.log_masses, totals);
+    reverse_solved(head, keys, kKey, key_state, notes, values, dv, y, totals.log_masses, totals);
+  } else {
+    const Rows dx = at_head(c.grad_tokens[kQuery], c.bf16, b, h);
+    double *dg = head.arena.zeros<double>(c.rank), *received = head.arena.zeros<double>(c.rank);
+    Reverse r = open_reverse(head, queries, kQuery, 3, notes[kQueryForm] != 0, dx);
+    reverse_spread(r, dout, y, dg);
+    if (c.balance == kKeys) {
+      reverse_solved(receiving, keys, kKey, key_state, notes, values, dv, y, received, totals);
+      reverse_sent(r, receiving.pivots, received, dg);
+    } else {
+      reverse_keys_unsolved(head, keys, key_state, values, dv, y, totals);
+    }
+    finish_side(r, kQuery, dx, totals);
+    for (int j = 0; j < c.rank; j++) totals.log_masses[j] += dg[j];
   }
   clear_padding(keys, dv, c.length[kKey], c.value_dim);
 }
@@ -229,15 +289,15 @@ static void backward_sample(Head& head, Totals totals) {
 // belong to one sample need no sum.
 struct PartialTotals {
   const Call* call;
-  float* pivots;     // (groups, heads, rank, dim), nullptr if every sample has its own
+  float* pivots;     // (groups, heads, rank, dim), nullptr if every sample has its own or there are none
   double* numbers;   // (groups, heads, rank + 1)
 
   Totals of(int64_t group, int64_t b, int64_t h) const {
     const Call& c = *call;
     const int64_t which = group * c.heads + h;
     double* log_masses = numbers + which * (c.rank + 1);
-    float* own = pivots ? pivots + which * c.rank * c.dim : c.grad_pivots + pivots_at(c, b, h);
-    return {own, log_masses, log_masses + c.rank};
+    float* own = c.own_pivots ? c.grad_pivots + pivots_at(c, b, h) : nullptr;
+    return {pivots ? pivots + which * c.rank * c.dim : own, log_masses, log_masses + c.rank};
   }
 };
 
@@ -247,7 +307,8 @@ static void backward(const Call& c) {
   const Arena arena{&c.host};
   const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
   const int64_t size = int64_t(c.rank) * c.dim;
-  const PartialTotals totals{&c, c.own_pivots ? nullptr : arena.zeros<float>(groups * c.heads * size),
+  const bool shared = c.pivots && !c.own_pivots;
+  const PartialTotals totals{&c, shared ? arena.zeros<float>(groups * c.heads * size) : nullptr,
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
   each_head(c, groups, [&](Head& head, int64_t group) {
     for (head.b = group; head.b < c.batch; head.b += groups) backward_sample(head, totals.of(group, head.b, head.h));

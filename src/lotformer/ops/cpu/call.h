@@ -25,6 +25,7 @@ struct Mask {
 
 enum Side { kQuery = 0, kKey = 1 };
 enum Solver { kSinkhorn = 0, kNewton = 1 };
+enum Balance { kBoth = 0, kKeys = 1, kNone = 2 };  // whose marginals are imposed
 
 // Services of the host, so that code compiled for one instruction set includes nothing that others share.
 struct Host {
@@ -42,12 +43,13 @@ struct Call {
   bool bf16;
   Rows tokens[2], values;
   const float *pivots, *log_masses;  // (heads, rank, dim) or (batch, heads, rank, dim), and (heads, rank), contiguous
-  bool own_pivots;                   // of every sample
+  bool own_pivots;                   // of every sample. Without pivots, tokens are their scores and dim is the rank
   const float* temperatures;         // (heads,) or nullptr: then `temperature` for every head
   float temperature;
   Masses masses[2];
   Mask masks[2];
   Solver solver;
+  Balance balance;
   float least_log_mass;  // lighter pivots count as this light
   int iters;
   double tol;
@@ -62,18 +64,27 @@ struct Call {
   float* grad_masses[2];                                     // (batch, heads, tokens) or nullptr
 };
 
-// What is kept per head for backward, and for whoever asks how the solve went. First vectors of `rank` numbers:
+// What is kept per head for backward, and for whoever asks how the solve went. First vectors of `rank` numbers, those of
+// the queries before those of the keys. Of a side that is solved:
 //   Sinkhorn  after each sweep of the queries; after each half-step to the pivots of the keys (iters + 1: the last closes)
-//   Newton    potential of the queries, and what fp32 rounded off it; the same of the keys; 1 / column sums of the keys'
-//             plan at it
-// then notes. The form of a side: Sinkhorn's vectors are g instead of exp(g), up to a factor; Newton's exponents s + g
-// are not rounded. The residual is `reference.residual`, what the kernel has really reached.
+//   Newton    its potential, and what fp32 rounded off it; of the keys also 1 / column sums of their plan at it
+// Of queries that are not solved: log m', what they have sent, if the keys are solved for it. Of keys that are not
+// solved: the logarithms of their column sums, negative. Then notes. The form of a side: Sinkhorn's vectors are g instead
+// of exp(g), up to a factor, or log m' was so small that it took the scores to tell; Newton's exponents s + g are not
+// rounded. The residual is `reference.residual`, what the kernel has really reached.
 enum Note { kQueryForm = 0, kKeyForm = 1, kKeyOrigin = 2, kResidual = 3, kNotes = 4 };
 
-inline int64_t state_size(Solver solver, int iters, int rank) {
-  const int64_t vectors = solver == kSinkhorn ? 2 * int64_t(iters) + 1 : 5;
-  return vectors * rank + kNotes;
+inline int64_t query_vectors(const Call& c) {
+  if (c.balance != kBoth) return c.balance == kKeys ? 1 : 0;
+  return c.solver == kSinkhorn ? c.iters : 2;
 }
+
+inline int64_t key_vectors(const Call& c) {
+  if (c.balance == kNone) return 1;
+  return c.solver == kSinkhorn ? c.iters + 1 : 3;
+}
+
+inline int64_t state_size(const Call& c) { return (query_vectors(c) + key_vectors(c)) * c.rank + kNotes; }
 
 // What follows is equal in Python, which `constants` in op.cpp lets the tests see.
 

@@ -1,16 +1,19 @@
-// out = P (Wᵀ v), one head at a time: keys first, because the queries read what the pivots have collected.
+// out = P (Wᵀ v), one head at a time: keys first, because the queries read what the pivots have collected; unless the keys
+// are solved for what the queries have sent.
 #pragma once
 #include "newton.h"
-#include "sinkhorn.h"
+#include "unbalanced.h"
 
 namespace {
 
-// out_i = Σ_j P_ij y_j with P_ij = u_i e_ij b_j; e are the kernel's rows, or exp(s + g − shift) without b.
-// Returns the error of the plan: the largest relative deviation of its column sums from the masses of the pivots.
-static float write_output(const Head& head, const Tokens& t, const Rows& out, const View& rows, const Potential& g,
-                          const float* b, const float* mixed) {
+// out_i = Σ_j P_ij y_j. Returns the error of the plan if the queries were solved: the largest relative deviation of its
+// column sums from the masses of the pivots.
+static float write_output(const Head& head, const Tokens& t, const Rows& out, const QueryPlan& plan,
+                          const float* mixed) {
   const Measure& p = head.pivots;
   const int width = head.value_padded;
+  const float* b = plan.b;
+  const bool solved = head.call->balance == kBoth;
   float* scaled = head.arena.take<float>(int64_t(p.padded) * width);
   for (int j = 0; j < p.padded; j++)
     for (int d = 0; d < width; d++)
@@ -19,34 +22,62 @@ static float write_output(const Head& head, const Tokens& t, const Rows& out, co
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      View e = rows.at(i);
+      View e = k.plan;
       if (b) {
+        e = plan.rows.at(i);
         dot_rows(e, count, b, p.vectors, k.sum);
+      } else if (plan.rows.data) {
+        exp_block(plan.rows.at(i), count, 1.f, plan.g, p.vectors, k.plan, k.shift, k.sum);
       } else {
-        exp_block(e, count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
-        e = k.plan;
+        first_scores(head, t, k, i, count, plan.g, k.plan);
       }
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
-      weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
+      if (solved) weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       const Block to = target_rows(t, out, i, head.call->value_dim, k.output);
       multiply_nn(e.data, e.ld, count, p.rank, scaled, width, width / W, to.data, to.ld, k.extra, kOutput);
       write_rows(t, out, i, count, head.call->value_dim, to, k.output);
     }
   });
+  if (!solved) return 0;
   collect_columns(head);
   for (int j = 0; b && j < p.rank; j++) head.worker[0].columns[j] *= b[j];
   return largest_deviation(p, head.worker[0].columns);
+}
+
+// `Wᵀ v` of the keys goes to the product of worker 0. Returns the error of their plan before its columns are closed.
+static float collect_values(const Head& head, const Tokens& t, const Rows& values, float* state, float* notes) {
+  const Call& c = *head.call;
+  const Scope scope(c.host);
+  if (c.balance == kNone) {
+    average_values(head, t, values, state);
+    return 0;
+  }
+  const Block rows = take_rows(head, t);
+  if (c.solver == kNewton) return solve_keys(head, t, values, rows, state, &notes[kKeyForm]);
+  if (!key_sweeps(head, t, values, rows, state, &notes[kKeyOrigin])) {
+    key_sweeps_log(head, t, values, rows, state);
+    notes[kKeyForm] = 1;
+  }
+  return last_change(head.pivots, state + int64_t(c.iters - 1) * c.rank, notes[kKeyForm] != 0);
+}
+
+static QueryPlan solve_query_plan(const Head& head, const Tokens& t, const Block& rows, float* state, float* form) {
+  if (head.call->solver == kNewton) return {rows, solve_queries(head, t, rows, state, form), nullptr};
+  float* b_or_g = head.arena.zeros<float>(head.pivots.padded);
+  if (query_sweeps(head, t, rows, b_or_g, state)) return {rows, {nullptr}, b_or_g};
+  query_sweeps_log(head, t, rows, b_or_g, state);
+  *form = 1;
+  return {rows, {b_or_g}, nullptr};
 }
 
 static void forward_sample(Head& head) {
   const Call& c = *head.call;
   const Scope scope(c.host);
   enter_sample(head);
-  const Measure& p = head.pivots;
   const int64_t b = head.b, h = head.h;
   const Tokens queries = list_tokens(c, kQuery, b, h, head.arena), keys = list_tokens(c, kKey, b, h, head.arena);
   const Rows out = at_head(c.out, c.bf16, b, h), values = at_head(c.values, c.bf16, b, h);
-  const int64_t which = b * c.heads + h, size = state_size(c.solver, c.iters, c.rank);
+  const int64_t which = b * c.heads + h, size = state_size(c);
   float* state = c.state + which * size;
   float* notes = state + size - kNotes;
   float* mixed = c.mixed + which * c.rank * c.value_dim;
@@ -59,36 +90,18 @@ static void forward_sample(Head& head) {
     clear_padding(none, out, c.length[kQuery], c.value_dim);
     return;
   }
-  float* key_state = state + int64_t(c.solver == kSinkhorn ? c.iters : 2) * c.rank;
-  float key_error = 0;
-  {
-    const Scope key_scope(c.host);
-    const Block rows = take_rows(head, keys);
-    if (c.solver == kNewton) {
-      key_error = solve_keys(head, keys, values, rows, key_state, &notes[kKeyForm]);
-    } else if (!key_sweeps(head, keys, values, rows, key_state, &notes[kKeyOrigin])) {
-      key_sweeps_log(head, keys, values, rows, key_state);
-      notes[kKeyForm] = 1;
-    }
-    const float* last_two = key_state + int64_t(c.iters - 1) * c.rank;
-    if (c.solver == kSinkhorn) key_error = last_change(p, last_two, notes[kKeyForm] != 0);
-  }
+  QueryPlan plan{{}, {head.pivots.log_mass}, nullptr};
+  Head receiving = head;  // the keys' side of the pivots
+  if (c.balance == kKeys)
+    plan = send_masses(head, queries, take_rows(head, queries), receiving.pivots, state, &notes[kQueryForm]);
+  const float key_error = collect_values(receiving, keys, values, state + query_vectors(c) * c.rank, notes);
   const float* collected = head.worker[0].product;
   for (int j = 0; j < c.rank; j++)
     memcpy(mixed + int64_t(j) * c.value_dim, collected + int64_t(j) * head.value_padded,
            sizeof(float) * size_t(c.value_dim));
-  const Block rows = take_rows(head, queries);
-  float* b_or_g = head.arena.zeros<float>(p.padded);
-  Potential g{b_or_g};
-  if (c.solver == kNewton) {
-    g = solve_queries(head, queries, rows, state, &notes[kQueryForm]);
-  } else if (!query_sweeps(head, queries, rows, b_or_g, state)) {
-    query_sweeps_log(head, queries, rows, b_or_g, state);
-    notes[kQueryForm] = 1;
-  } else {
-    g.high = nullptr;
-  }
-  const float error = write_output(head, queries, out, rows, g, g.high ? nullptr : b_or_g, collected);
+  if (c.balance == kBoth)
+    plan = solve_query_plan(head, queries, take_rows(head, queries), state, &notes[kQueryForm]);
+  const float error = write_output(head, queries, out, plan, collected);
   notes[kResidual] = error <= key_error ? key_error : error;
   clear_padding(queries, out, c.length[kQuery], c.value_dim);
 }

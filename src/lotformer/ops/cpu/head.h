@@ -170,24 +170,28 @@ static void clear_padding(const Tokens& t, const Rows& rows, int64_t length, int
 struct Measure {
   int rank, padded, vectors, dim, dim_padded;
   float temperature;
-  float* scaled_transposed;  // (dim, padded): temperature · zᵀ
+  float* scaled_transposed;  // (dim, padded): temperature · zᵀ, or nullptr where tokens are given by their scores
   float* scaled;             // (padded, dim_padded): temperature · z
   float *log_mass, *mass;    // (padded): log m and kNothing, m and 0
+  float* zero;               // (padded): the potential zero, and kNothing
 };
 
-// Normalised masses of the pivots of a head; what is beyond the rank weighs nothing.
-static void read_masses(const Call& c, int64_t h, int padded, float* log_mass, float* mass) {
-  const float* given = c.log_masses + h * c.rank;
-  auto weighed = [&](int j) { return most(given[j], c.least_log_mass); };
-  float top = weighed(0);
-  for (int j = 1; j < c.rank; j++) top = most(top, weighed(j));
-  double total = 0;
-  for (int j = 0; j < c.rank; j++) total += exp(double(weighed(j) - top));
+// Masses of the pivots, given as logarithms, with sum 1; what is beyond the rank weighs nothing. Not a number stays so.
+template <class T>
+static void normalise_masses(const T* given, int rank, float lightest, int padded, float* log_mass, float* mass) {
+  auto weighed = [&](int j) { return double(given[j] < lightest ? T(lightest) : given[j]); };
+  double top = weighed(0), total = 0;
+  for (int j = 1; j < rank; j++) top = most(top, weighed(j));
+  for (int j = 0; j < rank; j++) total += exp(weighed(j) - top);
   const double norm = top + log(total);
   for (int j = 0; j < padded; j++) {
-    log_mass[j] = j < c.rank ? float(weighed(j) - norm) : kNothing;
-    mass[j] = j < c.rank ? float(exp(weighed(j) - norm)) : 0.f;
+    log_mass[j] = j < rank ? float(weighed(j) - norm) : kNothing;
+    mass[j] = j < rank ? float(exp(weighed(j) - norm)) : 0.f;
   }
+}
+
+static void read_masses(const Call& c, int64_t h, int padded, float* log_mass, float* mass) {
+  normalise_masses(c.log_masses + h * c.rank, c.rank, c.least_log_mass, padded, log_mass, mass);
 }
 
 static int64_t pivots_at(const Call& c, int64_t b, int64_t h) {
@@ -207,15 +211,19 @@ static Measure sizes_of(const Call& c) {
 static Measure read_measure(const Call& c, int64_t b, int64_t h, const Arena& arena) {
   Measure m = sizes_of(c);
   m.temperature = c.temperatures ? c.temperatures[h] : c.temperature;
-  m.scaled_transposed = arena.zeros<float>(int64_t(m.dim) * m.padded);
-  m.scaled = arena.zeros<float>(int64_t(m.padded) * m.dim_padded);
-  const float* z = c.pivots + pivots_at(c, b, h);
-  for (int j = 0; j < m.rank; j++)
-    for (int d = 0; d < m.dim; d++) {
-      const float x = z[j * m.dim + d] * m.temperature;
-      m.scaled[j * m.dim_padded + d] = x;
-      m.scaled_transposed[d * m.padded + j] = x;
-    }
+  if (c.pivots) {
+    m.scaled_transposed = arena.zeros<float>(int64_t(m.dim) * m.padded);
+    m.scaled = arena.zeros<float>(int64_t(m.padded) * m.dim_padded);
+    const float* z = c.pivots + pivots_at(c, b, h);
+    for (int j = 0; j < m.rank; j++)
+      for (int d = 0; d < m.dim; d++) {
+        const float x = z[j * m.dim + d] * m.temperature;
+        m.scaled[j * m.dim_padded + d] = x;
+        m.scaled_transposed[d * m.padded + j] = x;
+      }
+  }
+  m.zero = arena.take<float>(m.padded);
+  for (int j = 0; j < m.padded; j++) m.zero[j] = j < m.rank ? 0.f : kNothing;
   m.log_mass = arena.take<float>(m.padded);
   m.mass = arena.take<float>(m.padded);
   read_masses(c, h, m.padded, m.log_mass, m.mass);
@@ -312,10 +320,19 @@ static void enter_sample(Head& head) {
   if (head.call->own_pivots) head.pivots = read_measure(*head.call, head.b, head.h, head.arena);
 }
 
-// s[i, :] = temperature · x_i zᵀ
+LOT_INLINE void scale_block(const View& from, int count, float factor, int vectors, const Block& to) {
+  for (int i = 0; i < count; i++)
+    for (int v = 0; v < vectors; v++) store(to.data + i * to.ld + v * W, load(from.data + i * from.ld + v * W) * factor);
+}
+
+// s[i, :] = temperature · x_i zᵀ, or of given scores x_i
 LOT_INLINE void score_block(const Head& head, const Tokens& t, Worker& k, int64_t first, int count,
                             const Block& scores) {
   const Measure& p = head.pivots;
+  if (!p.scaled) {
+    const View x = read_rows(t, t.rows, first, count, p.rank, true, k.input);
+    return scale_block(x, count, p.temperature, p.vectors, scores);
+  }
   const View x = read_rows(t, t.rows, first, count, p.dim, false, k.input);
   multiply_nn(x.data, x.ld, count, p.dim, p.scaled_transposed, p.padded, p.vectors, scores.data,
               scores.ld, nullptr, kInput);

@@ -218,7 +218,6 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
 static double start_path(const Newton& n, const Cloud& cloud, double* g) {
   const Head& head = *n.head;
   const Measure& p = head.pivots;
-  const float* only = zero_potential(head);
   start_columns(head);
   for (int w = 0; w < head.workers; w++) head.worker[w].top = 0;
   head.each_range(cloud.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -230,7 +229,7 @@ static double start_path(const Newton& n, const Cloud& cloud, double* g) {
       for (int l = 0; l < count; l++) {
         V high = splat(kNothing), low = splat(kNothing);
         for (int v = 0; v < p.vectors; v++) {
-          const V x = load(s.data + l * s.ld + v * W), pad = load(only + v * W);
+          const V x = load(s.data + l * s.ld + v * W), pad = load(p.zero + v * W);
           high = vmax(high, x + pad);
           low = vmax(low, pad - x);
         }

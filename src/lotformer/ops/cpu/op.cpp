@@ -8,9 +8,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -54,7 +56,16 @@ const lot::Kernel& chosen_kernel() {
 lot::Host host() {
   lot::Host h;
   h.parallel = [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
-    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { body(begin, end, context); });
+    // Across the boundary to torch's threads an exception loses its message.
+    std::atomic<bool> starved{false};
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      try {
+        body(begin, end, context);
+      } catch (const std::bad_alloc&) {
+        starved = true;
+      }
+    });
+    if (starved) throw std::bad_alloc();
   };
   h.threads = [] { return int(torch::stable::get_num_threads()); };
   h.scratch = lot::take_scratch;
@@ -115,26 +126,30 @@ void give_back(StableIValue* stack, const Tensors&... results) {
 }
 
 #define LOT_INPUTS                                                                                                   \
-  "Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor? temperatures, Tensor? query_masses, "     \
-  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol"
+  "Tensor q, Tensor k, Tensor v, Tensor? pivots, Tensor log_masses, Tensor? temperatures, Tensor? query_masses, "    \
+  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol, "   \
+  "int balance"
 
 // LOT_INPUTS as they come.
 struct Given {
   Arguments& next;
-  Tensor q = next.tensor(), k = next.tensor(), v = next.tensor(), pivots = next.tensor(), log_masses = next.tensor();
+  Tensor q = next.tensor(), k = next.tensor(), v = next.tensor();
+  MaybeTensor pivots = next.maybe_tensor();
+  Tensor log_masses = next.tensor();
   MaybeTensor temperatures = next.maybe_tensor();
   MaybeTensor query_masses = next.maybe_tensor(), key_masses = next.maybe_tensor();
   MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
   double temperature = next.number();
   int64_t solver = next.integer(), iters = next.integer();
   double tol = next.number();
+  int64_t balance = next.integer();
 };
 
 // The inputs both directions share, held alive in the layout the kernel reads.
 struct Inputs {
   Given given;
-  Tensor q, k, v, pivots, log_masses;
-  MaybeTensor temperatures;
+  Tensor q, k, v, log_masses;
+  MaybeTensor pivots, temperatures;
   lot::Call call;
 
   explicit Inputs(Arguments& next)
@@ -142,16 +157,17 @@ struct Inputs {
         q(with_contiguous_rows(given.q)),
         k(with_contiguous_rows(given.k)),
         v(with_contiguous_rows(given.v)),
-        pivots(packed(given.pivots)),
         log_masses(packed(given.log_masses)) {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
-    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && (pivots.dim() == 3 || pivots.dim() == 4),
+    if (given.pivots) pivots = packed(*given.pivots);
+    const int64_t pivot_dims = pivots ? pivots->dim() : 3;
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && (pivot_dims == 3 || pivot_dims == 4),
                     "lotformer: q, k, v must have four dimensions and pivots three or four.");
-    const bool own_pivots = pivots.dim() == 4;
+    const bool own_pivots = pivot_dims == 4;
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
-    const int64_t rank = pivots.size(own_pivots ? 2 : 1), value_dim = v.size(3);
+    const int64_t rank = pivots ? pivots->size(own_pivots ? 2 : 1) : d, value_dim = v.size(3);
     for (int64_t width : {rank, d, value_dim})
       STD_TORCH_CHECK(width >= 1 && width <= lot::kMaxWidth, "lotformer: the CPU kernel takes ranks and head ",
                       "dimensions from 1 to ", lot::kMaxWidth, ", got ", width, ".");
@@ -184,7 +200,7 @@ struct Inputs {
     call.tokens[lot::kQuery] = rows(q);
     call.tokens[lot::kKey] = rows(k);
     call.values = rows(v);
-    call.pivots = static_cast<const float*>(pivots.data_ptr());
+    call.pivots = pivots ? static_cast<const float*>(pivots->data_ptr()) : nullptr;
     call.own_pivots = own_pivots;
     call.log_masses = static_cast<const float*>(log_masses.data_ptr());
     call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
@@ -194,6 +210,7 @@ struct Inputs {
     call.masks[lot::kQuery] = mask(given.query_mask);
     call.masks[lot::kKey] = mask(given.key_mask);
     call.solver = lot::Solver(given.solver);
+    call.balance = lot::Balance(given.balance);
     call.least_log_mass = lot::least_log_mass(call.solver);
     call.iters = int(given.iters);
     call.tol = given.tol;
@@ -219,7 +236,17 @@ Tensor fresh_like(const Tensor& x) {
 // The output has the layout of the queries, so that a host that transposes back gets a view.
 Tensor output_like(const Tensor& q, const Tensor& v) {
   if (v.size(3) == q.size(3)) return fresh_like(q);
-  return torch::stable::new_empty(q, std::vector<int64_t>{q.size(0), q.size(1), q.size(2), v.size(3)});
+  const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), width = v.size(3);
+  if (q.stride(1) >= q.stride(2)) return torch::stable::new_empty(q, std::vector<int64_t>{batch, heads, n, width});
+  return torch::stable::transpose(torch::stable::new_empty(q, std::vector<int64_t>{batch, n, heads, width}), 1, 2);
+}
+
+void run(void (*kernel)(const lot::Call&), const lot::Call& call) {
+  try {
+    kernel(call);
+  } catch (const std::bad_alloc&) {
+    STD_TORCH_CHECK(false, "lotformer: out of memory. The CPU kernel keeps a number for every token and pivot of a head.");
+  }
 }
 
 void forward(StableIValue* stack, uint64_t, uint64_t) {
@@ -227,12 +254,12 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Inputs in(next);
   lot::Call& c = in.call;
   Tensor out = output_like(in.given.q, in.v);
-  Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c)});
   Tensor mixed = floats(in.q, {c.batch, c.heads, c.rank, c.value_dim});
   c.out = rows(out);
   c.state = data(state);
   c.mixed = data(mixed);
-  chosen_kernel().forward(c);
+  run(chosen_kernel().forward, c);
   give_back(stack, out, state, mixed);
 }
 
@@ -244,10 +271,13 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   lot::Call& c = in.call;
   const Tensor& q = in.q;
   expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[lot::kQuery], c.value_dim});
-  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c.solver, c.iters, c.rank)});
+  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c)});
   expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
-  Tensor dpivots = c.own_pivots ? floats(q, {c.batch, c.heads, c.rank, c.dim}) : floats(q, {c.heads, c.rank, c.dim});
+  std::vector<int64_t> pivots{0};
+  if (c.pivots) pivots = {c.heads, c.rank, c.dim};
+  if (c.own_pivots) pivots.insert(pivots.begin(), c.batch);
+  Tensor dpivots = floats(q, pivots);
   Tensor dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
   const bool query_masses = in.given.query_masses.has_value(), key_masses = in.given.key_masses.has_value();
@@ -264,7 +294,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   c.grad_temperatures = data(dtemperatures);
   c.grad_masses[lot::kQuery] = query_masses ? data(dquery) : nullptr;
   c.grad_masses[lot::kKey] = key_masses ? data(dkey) : nullptr;
-  chosen_kernel().backward(c);
+  run(chosen_kernel().backward, c);
   give_back(stack, dq, dk, dv, dpivots, dlog_masses, dtemperatures, dquery, dkey);
 }
 

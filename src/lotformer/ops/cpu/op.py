@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Potentials, Result, Solve, Transport
+from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport
+from ..reference import log_pivot_masses
 
 _load_error: str | None = None
 try:
@@ -23,7 +24,8 @@ STATE_NOTES = 4
 
 _QUERY_FORM, _KEY_FORM, _KEY_ORIGIN, _RESIDUAL = range(-STATE_NOTES, 0)
 
-_SOLVERS = {"sinkhorn": 0, "newton": 1}
+_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
+_BALANCES = {name: number for number, name in enumerate(BALANCES)}
 _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops each head on its own anyway
 
 
@@ -50,8 +52,6 @@ def why_unavailable() -> str | None:
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    if transport.pivots is None or solve.balance != "both":
-        return "it takes tokens with pivots, and balances both sides."
     q = transport.q
     if q.device.type != "cpu":
         return f"it runs on the CPU and the tensors are on {q.device}."
@@ -73,7 +73,7 @@ class _Tensors(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    pivots: Tensor
+    pivots: Tensor | None
     log_masses: Tensor
     temperatures: Tensor | None  # (H,), or None: then the number in the options
     query_masses: Tensor | None  # (B, H, N)
@@ -89,6 +89,20 @@ class _Options(NamedTuple):
     solver: int
     iters: int
     tol: float
+    balance: int
+
+    @property
+    def query_vectors(self) -> int:
+        """Vectors in the state that are about the queries, see `call.h`."""
+        if self.balance != _BALANCES["both"]:
+            return int(self.balance == _BALANCES["keys"])
+        return 2 if self.is_newton else self.iters
+
+    @property
+    def key_vectors(self) -> int:
+        if self.balance == _BALANCES["none"]:
+            return 1
+        return 3 if self.is_newton else self.iters + 1
 
     @property
     def is_newton(self) -> bool:
@@ -100,8 +114,7 @@ _COUNT = len(_Tensors._fields)
 
 def run(transport: Transport, solve: Solve) -> Result:
     t = transport
-    assert t.pivots is not None
-    heads, rank = t.q.shape[1], t.rank
+    heads = t.q.shape[1]
     temperature = solve.temperature(t.q.shape[3])
     per_head = None
     if isinstance(temperature, Tensor):
@@ -110,7 +123,7 @@ def run(transport: Transport, solve: Solve) -> Result:
         q=_rows(t.q),
         k=_rows(t.k),
         v=_rows(t.v),
-        pivots=_floats(t.pivots),
+        pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
         query_masses=_per_head(t.query_masses, heads),
@@ -123,12 +136,13 @@ def run(transport: Transport, solve: Solve) -> Result:
         solver=_SOLVERS[solve.solver],
         iters=solve.iters,
         tol=_TIGHT if solve.tol is None else solve.tol,
+        balance=_BALANCES[solve.balance],
     )
     out, state, _ = _forward(*tensors, *options)
     return Result(
         out,
         residual=lambda: state.select(-1, _RESIDUAL),
-        potentials=lambda: _potentials(state, rank, options),
+        potentials=lambda: _potentials(state, transport, solve, options),
     )
 
 
@@ -162,19 +176,26 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _state_size(options: _Options, rank: int) -> int:
-    return (5 if options.is_newton else 2 * options.iters + 1) * rank + STATE_NOTES
+    return (options.query_vectors + options.key_vectors) * rank + STATE_NOTES
 
 
-def _potentials(state: Tensor, rank: int, options: _Options) -> Potentials:
+def _potentials(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Potentials:
     """Of the last sweep, or of the exact solve, out of the state of `cpu_forward`; `call.h` says how it is laid out."""
+    rank, keys = transport.rank, options.query_vectors
+
+    def solved(first: int, form: int) -> Tensor:
+        """Of a side whose vectors start at the first."""
+        if options.is_newton:
+            return vector(first).double() + vector(first + 1)
+        return _potential(vector(first + options.iters - 1), state[..., form, None])
 
     def vector(index: int) -> Tensor:
         return state[..., index * rank : (index + 1) * rank]
 
-    if options.is_newton:
-        return vector(0).double() + vector(1), vector(2).double() + vector(3)
-    query_form, key_form = (state[..., note, None] for note in (_QUERY_FORM, _KEY_FORM))
-    return _potential(vector(options.iters - 1), query_form), _potential(vector(2 * options.iters - 1), key_form)
+    if solve.balance == "both":
+        return solved(0, _QUERY_FORM), solved(keys, _KEY_FORM)
+    prior = log_pivot_masses(transport, solve)[:, 0].detach().expand(*state.shape[:2], -1)
+    return prior, torch.zeros_like(prior) if solve.balance == "none" else solved(keys, _KEY_FORM)
 
 
 def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:
@@ -186,8 +207,13 @@ def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
     q, v = tensors.q, tensors.v
     batch, heads, n, dim = q.shape
-    rank, value_dim = tensors.pivots.shape[-2], v.shape[3]
-    out = _fresh_like(q) if dim == value_dim else q.new_empty((batch, heads, n, value_dim))
+    rank, value_dim = tensors.log_masses.shape[1], v.shape[3]
+    if dim == value_dim:
+        out = _fresh_like(q)
+    elif q.stride(1) >= q.stride(2):
+        out = q.new_empty((batch, heads, n, value_dim))
+    else:
+        out = q.new_empty((batch, n, heads, value_dim)).transpose(1, 2)
     state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
     return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
 
@@ -196,7 +222,8 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     t = _Tensors(*inputs[:_COUNT])
     batch, heads, n, _ = t.q.shape
     lengths = (0 if t.query_masses is None else n, 0 if t.key_masses is None else t.k.shape[2])
-    small = (x.new_empty(x.shape, dtype=torch.float32) for x in (t.pivots, t.log_masses))
+    shapes = ((0,) if t.pivots is None else t.pivots.shape, t.log_masses.shape)
+    small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
     return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)

@@ -71,12 +71,6 @@ static float* transposed(const Head& head, const float* x, const float* factor) 
   return to;
 }
 
-static float* ones(const Head& head) {
-  float* x = head.arena.zeros<float>(head.pivots.padded);
-  for (int j = 0; j < head.pivots.rank; j++) x[j] = 1;
-  return x;
-}
-
 // What the pivots hold, and its gradient.
 struct Mixed {
   float* value;     // (padded, value_padded): Wᵀ v

@@ -95,14 +95,13 @@ static void reverse_key_plan_log(Reverse& r, const Rows& values, const Rows& dv,
   for (int j = 0; j < p.rank; j++) dg[j] = -head.worker[0].columns[j];
 }
 
-// One sweep backwards in log form; without g the row potential is zero and constant (the key side's first half-step).
-static void reverse_sweep_log(Reverse& r, const float* g, const float* next, double* dg) {
+// The sums Σ_i exp(log a_i + s_ij + f_i + closing_j), f from g, whose logarithms have gradient −dg: which is replaced by
+// that of g. Without g, f is zero and constant (the key side's first half-step).
+static void reverse_columns_log(Reverse& r, const float* g, const float* closing, double* dg) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
-  float* closing = head.arena.take<float>(p.padded);
   float* x = head.arena.zeros<float>(p.padded);
-  for (int j = 0; j < p.padded; j++) closing[j] = j < p.rank ? next[j] - p.log_mass[j] : kNothing;
   for (int j = 0; j < p.rank; j++) x[j] = float(dg[j]);
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -120,6 +119,14 @@ static void reverse_sweep_log(Reverse& r, const float* g, const float* next, dou
   });
   collect_columns(head);
   for (int j = 0; j < p.rank; j++) dg[j] = -head.worker[0].columns[j];
+}
+
+// One sweep backwards in log form.
+static void reverse_sweep_log(Reverse& r, const float* g, const float* next, double* dg) {
+  const Measure& p = r.head->pivots;
+  float* closing = r.head->arena.take<float>(p.padded);
+  for (int j = 0; j < p.padded; j++) closing[j] = j < p.rank ? next[j] - p.log_mass[j] : kNothing;
+  reverse_columns_log(r, g, closing, dg);
 }
 
 }  // namespace

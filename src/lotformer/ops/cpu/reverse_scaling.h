@@ -98,14 +98,11 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
   for (int j = 0; j < p.rank; j++) dg[j] = -b[j] * head.worker[0].columns[j];
 }
 
-// One sweep backwards: u from `b`, the column half-step that followed gave `next`, whose log has gradient dg.
-// Replaces dg by the gradient of log b.
-static void reverse_sweep(Reverse& r, const float* b, const float* next, double* dg, bool last_one) {
+// The sums Σ_i a_i u_i K_ij with u from `b`, of gradient −c: the gradient of log b goes to dg if that is wanted.
+static void reverse_columns(Reverse& r, const float* b, const float* c, double* dg) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
   const Tokens& t = *r.t;
-  float* c = head.arena.zeros<float>(p.padded);
-  for (int j = 0; j < p.rank; j++) c[j] = float(next[j] / p.mass[j] * dg[j]);
   const int column = claim(r, -1.f, c), row = claim(r, -1.f, b);
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -122,11 +119,20 @@ static void reverse_sweep(Reverse& r, const float* b, const float* next, double*
         store(weight + l, load(k.extra + l) * df);
       }
       add_log_mass(r, i, count, k.shift);
-      if (!last_one) weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
+      if (dg) weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
     }
   });
   collect_columns(head);
-  for (int j = 0; j < p.rank; j++) dg[j] = -b[j] * head.worker[0].columns[j];
+  for (int j = 0; dg && j < p.rank; j++) dg[j] = -b[j] * head.worker[0].columns[j];
+}
+
+// One sweep backwards: u from `b`, the column half-step that followed gave `next`, whose log has gradient dg.
+// Replaces dg by the gradient of log b unless it is the last one.
+static void reverse_sweep(Reverse& r, const float* b, const float* next, double* dg, bool last_one) {
+  const Measure& p = r.head->pivots;
+  float* c = r.head->arena.zeros<float>(p.padded);
+  for (int j = 0; j < p.rank; j++) c[j] = float(next[j] / p.mass[j] * dg[j]);
+  reverse_columns(r, b, c, last_one ? nullptr : dg);
 }
 
 // The first half-step of the key side: f = 0, weights of the tokens already in the last column of A.

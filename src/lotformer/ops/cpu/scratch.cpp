@@ -19,11 +19,11 @@ constexpr size_t kSmallest = size_t(1) << 18;
 constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kWorthIt = size_t(1) << 20;
 
-// Large memory asks for huge pages: it is streamed once per sweep.
+// Large memory asks for huge pages: it is streamed once per sweep. Null if there is none.
 char* allocate(size_t size) {
   void* data = nullptr;
   const bool large = size >= 2 * kHugePage;
-  if (posix_memalign(&data, large ? kHugePage : kAlignment, size) != 0) throw std::bad_alloc();
+  if (posix_memalign(&data, large ? kHugePage : kAlignment, size) != 0) return nullptr;
 #ifdef __linux__
   if (large) madvise(data, size, MADV_HUGEPAGE);
 #endif
@@ -58,7 +58,12 @@ struct Stack {
     if (at == pieces.size()) {
       const size_t begin = pieces.empty() ? 0 : pieces.back().begin + pieces.back().size;
       const size_t size = bytes > kSmallest ? bytes : kSmallest;
-      pieces.push_back({allocate(size), size, begin});
+      pieces.push_back({nullptr, size, begin});
+      pieces.back().data = allocate(size);
+      if (pieces.back().data == nullptr) {
+        pieces.pop_back();
+        throw std::bad_alloc();
+      }
     }
     Piece& piece = pieces[at];
     if (top < piece.begin) top = piece.begin;
@@ -68,6 +73,7 @@ struct Stack {
     return result;
   }
 
+  // Called by destructors: it never throws.
   void release(size_t mark) {
     top = mark;
     if (mark != 0 || pieces.empty()) return;
@@ -76,7 +82,7 @@ struct Stack {
       shrink(0);
     } else if (pieces.size() > 1) {  // one piece the next time
       shrink(0);
-      pieces.push_back({allocate(total), total, 0});
+      if (char* data = allocate(total)) pieces.push_back({data, total, 0});
     }
   }
 };

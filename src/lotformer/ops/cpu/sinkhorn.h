@@ -15,12 +15,6 @@ namespace {
 constexpr float kLost = 1e-30f;  // entries below 1e-37 are not told apart; a column must be this large not to feel them
 constexpr float kSmallest = 1e-24f, kLargest = 1e24f, kRange = 1e28f;
 
-static float* zero_potential(const Head& head) {
-  float* g = head.arena.take<float>(head.pivots.padded);
-  for (int j = 0; j < head.pivots.padded; j++) g[j] = j < head.pivots.rank ? 0.f : kNothing;
-  return g;
-}
-
 // The scalings of the pivots and the smallest of them.
 struct Scaling {
   float* b;
@@ -37,7 +31,7 @@ static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
       column[t] = float(columns[v * W + t]);
       next[t] = float(p.mass[v * W + t] / columns[v * W + t]);
     }
-    const VI real = load(p.log_mass + v * W) > 0.5f * kNothing;
+    const VI real = ~(load(p.log_mass + v * W) <= 0.5f * kNothing);  // also what is not a number
     sound &= ((column * scaling.low > kLost) & (column < 1e30f)) | ~real;
     low = real && next < low ? next : low;
     high = real && next > high ? next : high;
@@ -52,13 +46,19 @@ static bool rescale(const Measure& p, const double* columns, Scaling& scaling) {
 
 // The potential that sweeps start from, nullptr if it is nothing but zeros.
 static const float* starting_potential(const Head& head) {
-  return head.pivots.rank == head.pivots.padded ? nullptr : zero_potential(head);
+  return head.pivots.rank == head.pivots.padded ? nullptr : head.pivots.zero;
 }
 
+// e = exp(s + base − shift), with the row's maximum as shift.
 static void first_scores(const Head& head, const Tokens& t, Worker& k, int64_t i, int count,
                          const Potential& base, const Block& e) {
+  const Measure& p = head.pivots;
+  if (!p.scaled && !base.low) {
+    const View x = read_rows(t, t.rows, i, count, p.rank, true, k.input);
+    return exp_block(x, count, p.temperature, {base.high ? base.high : p.zero}, p.vectors, e, k.shift, k.sum);
+  }
   score_block(head, t, k, i, count, e);
-  exp_block(e, count, 1.f, base, head.pivots.vectors, e, k.shift, k.sum);
+  exp_block(e, count, 1.f, base, p.vectors, e, k.shift, k.sum);
 }
 
 // Query side: fills `kernel` and `b` (the last scaling), writes b of every sweep to `trace`.
@@ -266,7 +266,7 @@ static void log_half_steps(const Head& head, const Tokens& t, const View& scores
 static void query_sweeps_log(const Head& head, const Tokens& t, const Block& scores, float* g, float* trace) {
   const Measure& p = head.pivots;
   score_all(head, t, scores);
-  memcpy(g, zero_potential(head), sizeof(float) * size_t(p.padded));
+  memcpy(g, p.zero, sizeof(float) * size_t(p.padded));
   for (int sweep = 0; sweep < head.call->iters; sweep++) {
     log_half_steps(head, t, scores, g, g);
     memcpy(trace + int64_t(sweep) * p.rank, g, sizeof(float) * size_t(p.rank));

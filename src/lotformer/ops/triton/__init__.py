@@ -33,8 +33,6 @@ def why_unavailable() -> str | None:
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    if transport.pivots is None or solve.balance != "both":
-        return "it takes tokens with pivots, and balances both sides."
     _, _, _, _, rank, depth, width = transport.shape
     if transport.q.device.type != ("cpu" if INTERPRETED else "cuda"):
         return f"the tensors are on {transport.q.device.type}, the kernels run on CUDA and ROCm devices."

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Walks over the tokens `first … last` of one head, a block at a time, and what they sum up.
 
-Scores are formed again from the tokens in each walk. `x`, `log_a`, `valid`, `v`, `grad_out` point to the head's first
-token, `z`, `u`, `grad_u` to its pivots, `potentials` to its first slot; see `fused` for the slots.
+Scores are formed again from the tokens in each walk; where scores are given, `depth` is None and they are read. `x`,
+`log_a`, `valid`, `v`, `grad_out` point to the head's first token, `z`, `u`, `grad_u` to its pivots (or `z` to its
+temperature), `potentials` to its first slot; see `fused` for the slots.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def sum_columns(
 @triton.jit
 def carry_values(
     k, k_n, v, v_n, log_a, valid, z, g, columns, column_ok, first, last, tokens, depth, first_d, width, uniform,
-    HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    FROM_TOKENS: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +80,9 @@ def carry_values(
         t = log_masses(log_a, start, tokens, uniform, HAS_MASS, BLOCK_N)
         offset = tl.cast(start, tl.int64)
         s = scores(k + offset * k_n, k_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
-        s += (t - row_lse(s + g[None, :]))[:, None]
+        if not FROM_TOKENS:
+            t -= row_lse(s + g[None, :])
+        s += t[:, None]
         higher = tl.maximum(top, tl.max(s, 0))
         shrink = tl.exp(top - higher)
         weights = tl.exp(s - higher[None, :])
@@ -194,17 +197,20 @@ def row_products(x, y, columns, column_ok, width, BLOCK_R: tl.constexpr, BLOCK_K
 @triton.jit
 def pull_tokens(
     x, x_n, v, v_n, log_a, valid, z, log_m, potentials, grad_potentials, u, grad_u, grad_out, out_n,
-    grad_x, grad_v, grad_log_a, columns, column_ok, first, last, tokens, rank, depth, first_d, width, iters, slots,
+    grad_x, grad_v, grad_log_a, columns, column_ok, first, last, tokens, rank, depth, first_d, width, slot, sweeps,
     uniform, leader,
-    KEYS: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    KEYS: tl.constexpr, SOLVED: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     MASS_GRADIENT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the tokens of one side; return that of `z`, from its coordinate `first_d` on.
 
+    And, if the side is not `SOLVED`, the column sums of the gradient of the scores: that of the potential `log m`. Where
+    scores are given, the gradient of `z` is that of the temperature, in a part for each column.
+
     The gradient of the scores is summed over the sweeps while the block is on chip, so it never exists in memory.
-    Only the `leader` stores what does not depend on `first_d`.
+    Only the `leader` stores what does not depend on `first_d`. `slot`: of the potential that the plan is made of.
     """
     rows = tl.arange(0, BLOCK_N)
     d = first_d + tl.arange(0, BLOCK_D)
@@ -212,7 +218,12 @@ def pull_tokens(
     grad_potentials += columns
     if KEYS:
         carried = row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
-    total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if depth is None:
+        temperature = tl.load(z)
+        total = tl.zeros([BLOCK_R], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_R], tl.float32)
     for start in range(first, last, BLOCK_N):
         ok = real_rows(valid, start, tokens, HAS_VALID, BLOCK_N)
         log_masses_here = log_masses(log_a, start, tokens, uniform, HAS_MASS, BLOCK_N)
@@ -220,10 +231,12 @@ def pull_tokens(
         offset = tl.cast(start, tl.int64)
         s = scores(x + offset * x_n, x_n, ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
         if KEYS:
-            t = s + tl.load(potentials + (slots - 2) * rank, column_ok, 0.0)[None, :]
-            f = row_lse(t)
-            p = tl.exp(t - f[:, None])
-            g_next = tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)
+            f = tl.zeros([BLOCK_N], tl.float32)
+            if SOLVED:
+                t = s + tl.load(potentials + slot * rank, column_ok, 0.0)[None, :]
+                f = row_lse(t)
+                p = tl.exp(t - f[:, None])
+            g_next = tl.load(potentials + (slot + 1) * rank, column_ok, 0.0)
             plan = tl.exp(s + (log_masses_here - f)[:, None] + (g_next - log_m)[None, :])
             if leader:
                 store_product(
@@ -235,13 +248,14 @@ def pull_tokens(
             )  # fmt: skip
             grad_s = plan * (pull - carried[None, :])
             gained = tl.sum(grad_s, 1)
-            grad_s -= p * gained[:, None]
+            if SOLVED:
+                grad_s -= p * gained[:, None]
         else:
             pull = inner_products(
                 grad_out + offset * out_n, out_n, ok, u, columns, column_ok, width,
                 BLOCK_N, BLOCK_R, BLOCK_K, PRECISION,
             )  # fmt: skip
-            p = row_softmax(s + tl.load(potentials + (slots - 1) * rank, column_ok, 0.0)[None, :])
+            p = row_softmax(s + tl.load(potentials + slot * rank, column_ok, 0.0)[None, :])
             plan = tl.where(ok[:, None], p, 0.0)
             grad_s = plan * (pull - tl.sum(plan * pull, 1)[:, None])
             gained = tl.zeros([BLOCK_N], tl.float32)
@@ -252,15 +266,15 @@ def pull_tokens(
             grad_s -= a[:, None] * p * (y[None, :] - mean[:, None])
             gained -= a * mean
         else:
-            for i in range(iters - 1 if KEYS else iters):
-                slot = potentials + i * rank
+            for i in range(sweeps):
+                at = potentials + i * rank
                 y = tl.load(grad_potentials + (i + 1) * rank, column_ok, 0.0)
                 change, given, _ = reverse_sweep(
-                    s, log_masses_here, log_m, tl.load(slot, column_ok, 0.0), tl.load(slot + rank, column_ok, 0.0), y
+                    s, log_masses_here, log_m, tl.load(at, column_ok, 0.0), tl.load(at + rank, column_ok, 0.0), y
                 )  # fmt: skip
                 grad_s += change
                 gained -= given
-            if KEYS:
+            if KEYS and SOLVED:
                 g, y = tl.load(potentials, column_ok, 0.0), tl.load(grad_potentials, column_ok, 0.0)
                 moved = tl.exp(s + log_masses_here[:, None] + (g - log_m)[None, :]) * y[None, :]
                 grad_s -= moved
@@ -268,14 +282,22 @@ def pull_tokens(
         if MASS_GRADIENT:
             tl.store(grad_log_a + start + rows, gained, inside & leader)
         grad_s = tl.where(ok[:, None] & column_ok[None, :], grad_s, 0.0)
-        store_product(
-            grad_x + offset * depth, depth, inside, grad_s, z, rank,
-            first_d, tl.minimum(first_d + BLOCK_D, depth), depth, BLOCK_N, BLOCK_K, PRECISION,
-        )  # fmt: skip
-        pointer = x + offset * x_n + rows[:, None] * x_n + d[None, :]
-        block = tl.load(pointer, ok[:, None] & (d < depth)[None, :], 0.0)
-        total = tl.dot(tl.trans(grad_s), block.to(tl.float32), total, input_precision=PRECISION)
-    return total
+        if not SOLVED:
+            sums += tl.sum(grad_s, 0)
+        if depth is None:
+            at = grad_x + offset * rank + rows[:, None] * rank + columns[None, :]
+            given = (grad_s * temperature).to(grad_x.dtype.element_ty)
+            tl.store(at, given, inside[:, None] & column_ok[None, :])
+            total += tl.sum(grad_s * s, 0) / temperature
+        else:
+            store_product(
+                grad_x + offset * depth, depth, inside, grad_s, z, rank,
+                first_d, tl.minimum(first_d + BLOCK_D, depth), depth, BLOCK_N, BLOCK_K, PRECISION,
+            )  # fmt: skip
+            pointer = x + offset * x_n + rows[:, None] * x_n + d[None, :]
+            block = tl.load(pointer, ok[:, None] & (d < depth)[None, :], 0.0)
+            total = tl.dot(tl.trans(grad_s), block.to(tl.float32), total, input_precision=PRECISION)
+    return total, sums
 
 
 @triton.jit

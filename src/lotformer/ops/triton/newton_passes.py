@@ -16,7 +16,7 @@ from .blocks import (
     mean_scores,
     reduced_sum,
 )
-from .tiles import FREE
+from .tiles import FREE, pivot_masses
 
 _NEVER = tl.constexpr(1e38)
 
@@ -24,7 +24,7 @@ _NEVER = tl.constexpr(1e38)
 @triton.jit(do_not_specialize=FREE)
 def newton_start_kernel(
     x, z, log_a_ptr, valid, partials,
-    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h, z_b, z_h,
     heads, tokens, rank, depth, chunk, chunks, uniform,
     HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -35,7 +35,7 @@ def newton_start_kernel(
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     x += b * x_b + h * x_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
@@ -51,7 +51,7 @@ def newton_start_kernel(
 
 
 @triton.jit(do_not_specialize=FREE)
-def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl.constexpr):
+def newton_begin_kernel(partials, log_m, state, m_b, heads, rank, chunks, BLOCK_R: tl.constexpr):
     """The state of a head at the start of the path.
 
     `(R: potential, R: best potential, β, error of the best, finished)`
@@ -59,7 +59,7 @@ def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl
     head = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     partials += head * chunks * (rank + 1)
     mean = tl.zeros([BLOCK_R], tl.float32)
     spread = tl.full((), 0.0, tl.float32)
@@ -78,7 +78,7 @@ def newton_begin_kernel(partials, log_m, state, heads, rank, chunks, BLOCK_R: tl
 @triton.jit(do_not_specialize=FREE)
 def newton_look_kernel(
     x, z, log_a_ptr, valid, state, partials,
-    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h, z_b, z_h,
     heads, tokens, rank, depth, state_size, chunk, chunks, uniform,
     ON_PATH: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -96,7 +96,7 @@ def newton_look_kernel(
         b, h = head // heads, head % heads
         columns = tl.arange(0, BLOCK_R)
         column_ok = columns < rank
-        z += h * rank * depth
+        z += b * z_b + h * z_h
         x += b * x_b + h * x_h
         log_a_ptr += b * a_b + h * a_h
         valid += b * valid_b + h * valid_h
@@ -131,7 +131,7 @@ def _looked(partials, chunks, rank, columns, column_ok, BLOCK_R: tl.constexpr):
 
 @triton.jit(do_not_specialize=FREE)
 def newton_step_kernel(
-    partials, log_m, state, heads, rank, chunks, tol, last, BLOCK_R: tl.constexpr
+    partials, log_m, state, m_b, heads, rank, chunks, tol, last, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """One step along the path. A head that has finished, or has no step left, holds its best potential."""
     head = tl.program_id(0).to(tl.int64)
@@ -140,7 +140,7 @@ def newton_step_kernel(
     state += head * (2 * rank + 3)
     finished = tl.load(state + 2 * rank + 2)
     if finished == 0.0:
-        log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+        log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
         g = tl.load(state + columns, column_ok, 0.0)
         best = tl.load(state + rank + columns, column_ok, 0.0)
         beta = tl.load(state + 2 * rank)
@@ -162,13 +162,13 @@ def newton_step_kernel(
 
 @triton.jit(do_not_specialize=FREE)
 def newton_finish_kernel(
-    partials, log_m, state, potentials, heads, rank, chunks, BLOCK_R: tl.constexpr
+    partials, log_m, state, potentials, m_b, heads, rank, chunks, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """A last Newton step at β = 1; the result goes to both slots."""
     head = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    log_pivots = tl.load(log_m + (head % heads) * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     g = tl.load(state + head * (2 * rank + 3) + columns, column_ok, 0.0)
     edges, b, _ = _looked(partials + head * chunks * rank * (rank + 2), chunks, rank, columns, column_ok, BLOCK_R)
     g = polish(edges, b, log_pivots, g, columns, column_ok, rank)

@@ -15,7 +15,7 @@ from ..problem import Potentials, Result, Solve, Transport
 from . import launch
 from .launch import Inputs, Strategy
 
-_SPELLED = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", float | None: "float?"}
+_SPELLED = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", float | None: "float?", str: "str"}
 _INPUTS = ", ".join(f"{_SPELLED[kind]} {name}" for name, kind in get_type_hints(Inputs).items())
 _COUNT = len(Inputs._fields)
 
@@ -23,18 +23,20 @@ _COUNT = len(Inputs._fields)
 def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) -> Result:
     """The operator. What is small (temperature, normalised masses) stays with PyTorch, which differentiates it."""
     t = transport
-    assert t.pivots is not None
-    _, _, n, m, rank, dim, _ = t.shape
+    _, heads, n, m, rank, dim, _ = t.shape
     temperature = solve.temperature(dim)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.float().expand(t.pivots.shape[0])[:, None, None]
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, device=t.q.device)
+    z = temperature.float().expand(heads)
+    if t.pivots is not None:
+        z = t.pivots.float() * z[:, None, None]
     query_log_a, query_valid = _query_masses(t)
     key_log_a, key_valid = _key_masses(t)
     inputs = Inputs(
         q=_rows(t.q),
         k=_rows(t.k),
         v=_rows(t.v),
-        z=(t.pivots.float() * temperature).contiguous(),
+        z=z.contiguous(),
         log_m=reference.log_pivot_masses(t, solve)[:, 0].contiguous(),
         query_log_a=query_log_a,
         key_log_a=key_log_a,
@@ -43,12 +45,14 @@ def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) ->
         newton=solve.solver == "newton",
         iters=solve.iters,
         tol=solve.tol,
+        balance=solve.balance,
     )
     out, query_g, key_g, _ = attention(*inputs, strategy or launch.strategy_for(n, m, rank))
 
     def potentials() -> Potentials:
         # the keys' last slot holds the closing half-step, which normalises the columns
-        return query_g[:, :, -1].detach(), key_g[:, :, -2].detach()
+        query_slot, key_slot = inputs.plan_slots
+        return query_g[:, :, query_slot].detach(), key_g[:, :, max(key_slot, 0)].detach()
 
     return Result(out, lambda: reference.residual(t, solve, potentials()), potentials)
 
@@ -87,16 +91,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @attention.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(*arguments[:_COUNT])
-    batch, heads, n, _ = inputs.q.shape
-    width = inputs.v.shape[3]
-    query_g = inputs.z.new_empty(batch, heads, inputs.slots, inputs.rank)
-    return (
-        inputs.q.new_empty(batch, heads, n, width),
-        query_g,
-        torch.empty_like(query_g),
-        inputs.z.new_empty(batch, heads, inputs.rank, width),
-    )
+    return launch.outputs(Inputs(*arguments[:_COUNT]))
 
 
 @torch.library.custom_op(

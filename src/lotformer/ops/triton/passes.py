@@ -23,7 +23,7 @@ from .blocks import (
     row_products,
     sum_columns,
 )
-from .tiles import FREE, NEGATIVE
+from .tiles import FREE, NEGATIVE, pivot_masses
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _potential(
 @triton.jit(do_not_specialize=FREE)
 def sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out,
-    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h, z_b, z_h, m_b,
     heads, tokens, rank, depth, slots, slot, chunk, chunks, uniform,
     FROM_TOKENS: tl.constexpr, REDUCE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -73,11 +73,11 @@ def sweep_kernel(
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     x += b * x_b + h * x_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     g = tl.zeros([BLOCK_R], tl.float32)
     if not FROM_TOKENS:
         g = _potential(
@@ -98,9 +98,9 @@ def sweep_kernel(
 @triton.jit(do_not_specialize=FREE)
 def values_kernel(
     k, v, z, log_m, log_a_ptr, valid, potentials, partials_in, partials_out, u_partials,
-    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
+    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, z_b, z_h, m_b,
     heads, tokens, rank, depth, width, slots, slot, chunk, chunks, uniform,
-    REDUCE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    SOLVED: tl.constexpr, REDUCE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,16 +110,18 @@ def values_kernel(
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
-    g = _potential(
-        potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot,
-        chunk_id + tl.program_id(2), chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
-    )  # fmt: skip
+    g = tl.zeros([BLOCK_R], tl.float32)
+    if SOLVED:
+        log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
+        g = _potential(
+            potentials + head * slots * rank, partials_in + head * chunks * 2 * rank, log_pivots, slot,
+            chunk_id + tl.program_id(2), chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
+        )  # fmt: skip
     first = chunk_id * chunk
     last = tl.minimum(first + chunk, tokens)
     first_d = tl.program_id(2) * BLOCK_D
@@ -127,7 +129,7 @@ def values_kernel(
     inside = d < width
     top, total, carried = carry_values(
         k, k_n, v, v_n, log_a_ptr, valid, z, g, columns, column_ok, first, last, tokens, depth, first_d, width, uniform,
-        HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
+        not SOLVED, HAS_MASS, HAS_VALID, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
     )  # fmt: skip
     slot_out = head * chunks + chunk_id
     if tl.program_id(2) == 0:
@@ -140,12 +142,11 @@ def values_kernel(
 @triton.jit(do_not_specialize=FREE)
 def combine_kernel(
     partials, u_partials, log_m, potentials, u,
-    heads, rank, width, slots, chunks,
+    m_b, heads, rank, width, slots, chunks,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`Wᵀ v` of a head from its chunks, and the last slot of the key potentials."""
     head = tl.program_id(0).to(tl.int64)
-    h = head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -160,14 +161,14 @@ def combine_kernel(
         carried += part * tl.exp(top - lse)[:, None]
     tl.store(u + head * rank * width + columns[:, None] * width + d[None, :], carried, ok)
     if tl.program_id(1) == 0:
-        log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+        log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
         tl.store(potentials + (head * slots + slots - 1) * rank + columns, log_pivots - lse, column_ok)
 
 
 @triton.jit(do_not_specialize=FREE)
 def output_kernel(
     q, z, log_m, valid, potentials, partials, u, out,
-    q_b, q_h, q_n, valid_b,
+    q_b, q_h, q_n, valid_b, z_b, z_h, m_b,
     heads, tokens, rank, depth, width, slots, slot, chunk, chunks,
     REDUCE: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -178,11 +179,11 @@ def output_kernel(
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     q += b * q_b + h * q_h
     valid += b * valid_b
     out += head * tokens * width
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     g = _potential(
         potentials + head * slots * rank, partials + head * chunks * 2 * rank, log_pivots, slot, chunk_id,
         chunks, rank, columns, column_ok, REDUCE, BLOCK_R,
@@ -198,24 +199,24 @@ def output_kernel(
 @triton.jit(do_not_specialize=FREE)
 def backward_output_kernel(
     q, z, valid, potentials, u, grad_out, y_partials, u_partials,
-    q_b, q_h, q_n, valid_b, out_b, out_h, out_n,
-    heads, tokens, rank, depth, width, slots, chunk, chunks,
+    q_b, q_h, q_n, valid_b, out_b, out_h, out_n, z_b, z_h,
+    heads, tokens, rank, depth, width, slots, slot, chunk, chunks,
     HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's part of the gradients of `u` and of the last query potential."""
+    """A chunk's part of the gradients of `u` and of the query potential in `slot`, of which the plan is made."""
     head = tl.program_id(0).to(tl.int64)
     chunk_id = tl.program_id(1)
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     q += b * q_b + h * q_h
     valid += b * valid_b
     u += head * rank * width
     grad_out += b * out_b + h * out_h
-    g = tl.load(potentials + (head * slots + slots - 1) * rank + columns, column_ok, 0.0)
+    g = tl.load(potentials + (head * slots + slot) * rank + columns, column_ok, 0.0)
     first = chunk_id * chunk
     last = tl.minimum(first + chunk, tokens)
     first_d = tl.program_id(2) * BLOCK_D
@@ -235,26 +236,26 @@ def backward_output_kernel(
 @triton.jit(do_not_specialize=FREE)
 def backward_values_kernel(
     k, v, z, log_m, log_a_ptr, valid, potentials, u, grad_u, y_partials,
-    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h,
-    heads, tokens, rank, depth, width, slots, chunk, chunks, uniform,
+    k_b, k_h, k_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, z_b, z_h, m_b,
+    heads, tokens, rank, depth, width, slots, slot, chunk, chunks, uniform,
     HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's part of the gradient of the last but one key potential."""
+    """A chunk's part of the gradient of the key potential in `slot`, of which the plan is made."""
     head = tl.program_id(0).to(tl.int64)
     chunk_id = tl.program_id(1)
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
     u += head * rank * width
     grad_u += head * rank * width
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
-    potentials += (head * slots + slots - 2) * rank + columns
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
+    potentials += (head * slots + slot) * rank + columns
     g = tl.load(potentials, column_ok, 0.0)
     g_next = tl.load(potentials + rank, column_ok, 0.0) - log_pivots
     carried = row_products(u, grad_u, columns, column_ok, width, BLOCK_R, BLOCK_K)
@@ -270,7 +271,7 @@ def backward_values_kernel(
 @triton.jit(do_not_specialize=FREE)
 def backward_sweep_kernel(
     x, z, log_m, log_a_ptr, valid, potentials, grad_potentials, partials_in, partials_out,
-    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h,
+    x_b, x_h, x_n, a_b, a_h, valid_b, valid_h, z_b, z_h, m_b,
     heads, tokens, rank, depth, slots, slot, chunk, chunks, uniform,
     HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -281,11 +282,11 @@ def backward_sweep_kernel(
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     x += b * x_b + h * x_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     here = (head * slots + slot) * rank + columns
     g = tl.load(potentials + here, column_ok, 0.0)
     g_next = tl.load(potentials + here + rank, column_ok, 0.0)
@@ -304,38 +305,45 @@ def backward_sweep_kernel(
 @triton.jit(do_not_specialize=FREE)
 def backward_tokens_kernel(
     x, v, z, log_m, log_a_ptr, valid, potentials, grad_potentials, u, grad_u, grad_out,
-    grad_x, grad_v, grad_log_a, z_partials,
-    x_b, x_h, x_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, out_b, out_h, out_n,
-    heads, tokens, rank, depth, width, iters, slots, chunk, chunks, uniform,
-    KEYS: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
+    grad_x, grad_v, grad_log_a, z_partials, sums,
+    x_b, x_h, x_n, v_b, v_h, v_n, a_b, a_h, valid_b, valid_h, out_b, out_h, out_n, z_b, z_h, m_b,
+    heads, tokens, rank, depth, width, slots, slot, sweeps, chunk, chunks, uniform,
+    KEYS: tl.constexpr, SOLVED: tl.constexpr, NEWTON: tl.constexpr, HAS_MASS: tl.constexpr, HAS_VALID: tl.constexpr,
     MASS_GRADIENT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The last pass: gradients of the tokens of one side, and a chunk's part of that of the pivots."""
+    """The last pass: gradients of the tokens of one side, and a chunk's part of what `pull_tokens` returns."""
     head = tl.program_id(0).to(tl.int64)
     chunk_id = tl.program_id(1)
     leader = tl.program_id(2) == 0
     b, h = head // heads, head % heads
     columns = tl.arange(0, BLOCK_R)
     column_ok = columns < rank
-    z += h * rank * depth
+    z += b * z_b + h * z_h
     x += b * x_b + h * x_h
     log_a_ptr += b * a_b + h * a_h
     valid += b * valid_b + h * valid_h
-    log_pivots = tl.load(log_m + h * rank + columns, column_ok, 0.0)
+    log_pivots = pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok)
     potentials += head * slots * rank
     grad_potentials += head * slots * rank
     first = chunk_id * chunk
     last = tl.minimum(first + chunk, tokens)
     first_d = tl.program_id(2) * BLOCK_D
     d = first_d + tl.arange(0, BLOCK_D)
-    total = pull_tokens(
+    numbers = rank if depth is None else depth  # of a token
+    total, column_sums = pull_tokens(
         x, x_n, v + b * v_b + h * v_h, v_n, log_a_ptr, valid, z, log_pivots, potentials, grad_potentials,
         u + head * rank * width, grad_u + head * rank * width, grad_out + b * out_b + h * out_h, out_n,
-        grad_x + head * tokens * depth, grad_v + head * tokens * width, grad_log_a + head * tokens,
-        columns, column_ok, first, last, tokens, rank, depth, first_d, width, iters, slots, uniform, leader,
-        KEYS, NEWTON, HAS_MASS, HAS_VALID, MASS_GRADIENT, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
+        grad_x + head * tokens * numbers, grad_v + head * tokens * width, grad_log_a + head * tokens,
+        columns, column_ok, first, last, tokens, rank, depth, first_d, width, slot, sweeps, uniform, leader,
+        KEYS, SOLVED, NEWTON, HAS_MASS, HAS_VALID, MASS_GRADIENT, BLOCK_N, BLOCK_R, BLOCK_K, BLOCK_D, PRECISION,
     )  # fmt: skip
-    z_partials += (head * chunks + chunk_id) * rank * depth
-    tl.store(z_partials + columns[:, None] * depth + d[None, :], total, column_ok[:, None] & (d < depth)[None, :])
+    slot_out = head * chunks + chunk_id
+    if depth is None:
+        tl.store(z_partials + slot_out * rank + columns, total, column_ok)
+    else:
+        z_partials += slot_out * rank * depth
+        tl.store(z_partials + columns[:, None] * depth + d[None, :], total, column_ok[:, None] & (d < depth)[None, :])
+    if not SOLVED:
+        tl.store(sums + slot_out * rank + columns, column_sums, column_ok & leader)

@@ -13,7 +13,9 @@ import triton.language as tl
 
 NEGATIVE = tl.constexpr(-1e38)
 
-FREE = ("n", "m", "tokens", "chunk", "chunks", "iters", "slots", "slot", "passes", "last", "state_size")
+FREE = (
+    "n", "m", "tokens", "chunk", "chunks", "iters", "sweeps", "slots", "slot", "passes", "last", "state_size",
+)  # fmt: skip
 """Numbers that change from call to call and must not make Triton compile a kernel again."""
 
 
@@ -39,8 +41,15 @@ def scores(
     x, stride, row_ok, z, columns, column_ok, depth,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of tokens, `NEGATIVE` in the columns that are no pivots."""
-    tile = inner_products(x, stride, row_ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
+    """Scores of a block of tokens, `NEGATIVE` in the columns that are no pivots.
+
+    Tokens without a `depth` are scores themselves, and `z` is the temperature that they are multiplied by.
+    """
+    if depth is None:
+        at = x + tl.arange(0, BLOCK_N)[:, None] * stride + columns[None, :]
+        tile = tl.load(at, row_ok[:, None] & column_ok[None, :], 0.0).to(tl.float32) * tl.load(z)
+    else:
+        tile = inner_products(x, stride, row_ok, z, columns, column_ok, depth, BLOCK_N, BLOCK_R, BLOCK_K, PRECISION)
     return tl.where(column_ok[None, :], tile, NEGATIVE)
 
 
@@ -76,6 +85,12 @@ def store_product(
         product = _times_rows(weights, y, k, inside, rank, depth, PRECISION)
         target = out + rows[:, None] * stride + k[None, :]
         tl.store(target, product.to(out.dtype.element_ty), row_ok[:, None] & inside[None, :])
+
+
+@triton.jit
+def pivot_masses(log_m, m_b, head, heads, rank, columns, column_ok):
+    """Log masses of a head's pivots; `m_b` from sample to sample, 0 if they share them."""
+    return tl.load(log_m + (head // heads) * m_b + (head % heads) * rank + columns, column_ok, 0.0)
 
 
 @triton.jit
