@@ -24,7 +24,7 @@ from lotformer.training.torture import ToySettings, ToyTask
 
 # what the server imports; it does not know this folder, so this module itself cannot be among them
 PRELOADED = ["lotformer.training.torture", "accelerate", "torch.utils.tensorboard", "torch.distributed.fsdp"]
-PRELOADED += ["torch.distributed.checkpoint.state_dict", "lotformer.experiments.longrange.task"]
+PRELOADED += ["torch.distributed.checkpoint.state_dict", "lotformer.experiments.longrange.task", "lotformer.models"]
 
 
 class Mortal(ToyTask):
@@ -110,3 +110,4 @@ def _launched(out: Path, settings: dict[str, Any], environment: dict[str, str]) 
 def _alone(environment: dict[str, str]) -> None:
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of workers that load, as under torchrun
