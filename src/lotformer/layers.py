@@ -8,12 +8,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import attention
+from .attention.folded import FoldedLOT, split_tokens, why_unfoldable
 from .attention.host_masks import key_mask_from_sdpa
 from .attention.lot import LOT, LOTOptions
 from .attention.options import documents
+from .attention.unformed import Projections
 from .nn.checks import require_count
 from .ops.attention import CAUSAL_REFUSAL
 
@@ -129,12 +132,66 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape
         real = self._real_tokens(mask, attn_mask, batch, length)
-        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        # under autocast a norm raises the precision of what it returns
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        out = self.mechanism(q, k, v, real, real, grid=self.grid_size if grid is None else grid)
+        out = self._mix(x, real, self.grid_size if grid is None else grid)
         out = self.norm(out.transpose(1, 2).reshape(batch, length, dim))
         return self.proj_drop(self.proj(out))
+
+    def fold(self) -> None:
+        """Turn the layer into its inference form, in place: `lotformer.fold` for one layer.
+
+        `qkv` then makes values alone, and the mechanism reads the scores of queries and keys off the input.
+
+        Raises:
+            ValueError: it cannot be, with the reason.
+        """
+        reason = self.why_unfoldable()
+        if reason is not None:
+            raise ValueError(f"this layer cannot be folded: {reason}.")
+        assert isinstance(self.mechanism, LOT)
+        self.mechanism = FoldedLOT.of(self.mechanism, self._projections())
+        self.qkv = value_rows(self.qkv)
+
+    def why_unfoldable(self) -> str | None:
+        """Why the layer has no inference form, or None if it has."""
+        if type(self.qkv) is not nn.Linear:
+            return f"its projection is a {type(self.qkv).__name__}, not a plain linear map"
+        if not isinstance(self.q_norm, nn.Identity) or not isinstance(self.k_norm, nn.Identity):
+            return "queries and keys are normalised, so their scores are not linear in the input"
+        return why_unfoldable(self.mechanism)
+
+    def _mix(self, x: Tensor, real: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
+        """The mixed values `(B, H, N, D)`; LOT reads queries and keys off the input where that is cheaper."""
+        mechanism = self.mechanism
+        if isinstance(mechanism, FoldedLOT):
+            tokens = split_tokens(x, self.head_dim)
+            return mechanism(tokens, tokens, self._heads(self.qkv(x)), real, real, grid=grid)
+        if type(mechanism) is LOT and self._reads_input(x, mechanism):
+            dim = self.qkv.in_features
+            v = F.linear(x, self.qkv.weight[2 * dim :], None if self.qkv.bias is None else self.qkv.bias[2 * dim :])
+            return mechanism.attend_unformed(x, self._projections(), self._heads(v), real, real, grid=grid)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        # under autocast a norm raises the precision of what it returns
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return mechanism(q, k, v, real, real, grid=grid)
+
+    def _reads_input(self, x: Tensor, mechanism: LOT) -> bool:
+        """Whether queries and keys need not be formed, and need not for less work."""
+        if x.dtype not in _WIDE or self.qkv.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+            return False  # the rounding of a token averages out over its channels, that of a score stays
+        if self.why_unfoldable() is not None or _is_watched(self.qkv) or _is_watched(mechanism):
+            return False
+        # under tracing a length stands for all lengths, and must not decide
+        tokens = None if torch.compiler.is_compiling() else x.shape[0] * x.shape[1]
+        return tokens != 0 and mechanism.is_cheaper_unformed(x.shape[2], tokens)
+
+    def _projections(self) -> Projections:
+        dim = self.qkv.in_features
+        shape = (2, self.num_heads, self.head_dim)
+        bias = None if self.qkv.bias is None else self.qkv.bias[: 2 * dim].view(shape)
+        return Projections(self.qkv.weight[: 2 * dim].view(*shape, dim), bias)
+
+    def _heads(self, v: Tensor) -> Tensor:
+        return v.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _real_tokens(self, mask: Tensor | None, attn_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
         if mask is not None and attn_mask is not None:
@@ -191,6 +248,24 @@ class LOTAttention(AttentionLayer):
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,
             dtype=dtype, **options,
         )  # fmt: skip
+
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody expects the module to be called: hooks see what passes through it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def value_rows(qkv: nn.Linear) -> nn.Linear:
+    """The last third of a projection to queries, keys and values: a plain linear map to the values."""
+    rows = qkv.out_features // 3
+    made = nn.Linear(qkv.in_features, rows, bias=qkv.bias is not None, device="meta")
+    made.weight = nn.Parameter(qkv.weight.detach()[-rows:].clone(), requires_grad=qkv.weight.requires_grad)
+    if qkv.bias is not None:
+        made.bias = nn.Parameter(qkv.bias.detach()[-rows:].clone(), requires_grad=qkv.bias.requires_grad)
+    return made.train(qkv.training)
 
 
 def _dropout(mechanism: str, probability: float) -> dict[str, float]:

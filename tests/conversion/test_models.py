@@ -127,7 +127,7 @@ def test_unconverted_layers_keep_their_own_implementation(implementation):
 
 
 def test_long_padded_inputs_never_meet_a_square_mask(monkeypatch):
-    """The layers of a fully converted model get a mask of N entries a sample, not N²."""
+    """The layers of a fully converted model get a mask of N entries per sample, not N²."""
     model, batch = SMALL["bert"].build(), SMALL["bert"].batch()
     lotformer.convert(model, rank=5)
     seen = []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer.ops import backends, cpu, lot_attention
+from lotformer.ops.problem import SOLVERS
 from support.cpu_kernel import FORMS, assert_agrees, needs_kernel, problem, run, scored
 
 

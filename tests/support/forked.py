@@ -1,4 +1,4 @@
-"""Functions in processes of their own, forked: all is imported there already, so they start at once."""
+"""Functions in processes of their own, forked from a server that has all imported and never ran a thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lotformer.training.torture import IMPORTED, prepare_process
+
 
 def start(function: Callable[..., Any], *arguments: Any, output: Path | None = None) -> BaseProcess:
     """Call the function in a new process; what it prints goes to `output`, where one is given."""
-    process = get_context("fork").Process(target=_call, args=(function, arguments, output))
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    process = context.Process(target=_call, args=(function, arguments, output))
     process.start()
     return process
 
@@ -31,5 +35,6 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], output: Path
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         sys.stdout = os.fdopen(1, "w", closefd=False)
+    prepare_process()
     function(*arguments)
     sys.stdout.flush()

@@ -19,12 +19,12 @@ import torch
 from torch import multiprocessing
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lotformer.training import torture
 from lotformer.training.run import train
 from lotformer.training.torture import ToySettings, ToyTask
 
-# what the server imports; it does not know this folder, so this module itself cannot be among them
-PRELOADED = ["lotformer.training.torture", "accelerate", "torch.utils.tensorboard", "torch.distributed.fsdp"]
-PRELOADED += ["torch.distributed.checkpoint.state_dict", "lotformer.experiments.longrange.task", "lotformer.models"]
+IMPORTED = [*torture.IMPORTED, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+IMPORTED += ["lotformer.experiments.longrange.task"]
 
 
 class Mortal(ToyTask):
@@ -66,14 +66,14 @@ def side_by_side(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     everything = (processes, port, dict(environment or {}), function, arguments)
     multiprocessing.start_processes(_join, everything, processes, start_method="forkserver")
 
 
 def under_torchrun(processes: int, out: Path, settings: dict[str, Any], environment: Mapping[str, str]) -> None:
     """The toy run under torchrun's own agent, which watches the processes and tells how they end."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     one_node = LaunchConfig(
         1,
         1,
@@ -109,5 +109,4 @@ def _launched(out: Path, settings: dict[str, Any], environment: dict[str, str]) 
 
 def _alone(environment: dict[str, str]) -> None:
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of workers that load, as under torchrun
+    torture.prepare_process()

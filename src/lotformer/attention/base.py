@@ -80,6 +80,13 @@ class Attention(nn.Module, ABC):
                 )
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(f"keys and values must come in pairs, got {tuple(k.shape)} and {tuple(v.shape)}.")
+        self._check_masks(q, k, key_mask, query_mask)
+        reason = self.why_equal_lengths()
+        if reason is not None:
+            require_equal_lengths(q, k, name, reason)
+
+    @staticmethod
+    def _check_masks(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
         for label, mask, x in (("key_mask", key_mask, k), ("query_mask", query_mask, q)):
             if mask is None:
                 continue
@@ -87,9 +94,6 @@ class Attention(nn.Module, ABC):
                 raise ValueError(f"{label} must be boolean, True = a real token, got {mask.dtype}: use mask.bool().")
             if mask.shape != (x.shape[0], x.shape[2]):
                 raise ValueError(f"{label} must be {(x.shape[0], x.shape[2])}, got {tuple(mask.shape)}.")
-        reason = self.why_equal_lengths()
-        if reason is not None:
-            require_equal_lengths(q, k, name, reason)
 
 
 Growth = Literal["n", "n log n", "n²", "n³"]

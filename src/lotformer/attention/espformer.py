@@ -68,7 +68,7 @@ class ESPFormer(SlicedPlans):
     """Soft sorting: `G_l = Pᵀ_x,l P_y,l` with `P_x[m, i] = softmax_i(−(sort(x)_m − x_i)² / tau)`, sorted downwards.
 
     Approaches the hard, doubly stochastic version as `tau → 0`. Groups of slices are applied to the values one
-    after the other, so that memory stays near two n×n matrices a group instead of D of them.
+    after the other, so that memory stays near two n×n matrices per group instead of D of them.
 
     Args:
         tau: temperature of the sort. temperature, slice_cost: as in `SlicedPlans`.

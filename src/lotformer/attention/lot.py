@@ -6,20 +6,22 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.checks import require_count, require_positive
 from ..nn.depthwise import ConvKind, DepthwiseMixing
-from ..nn.key_masses import KeyMasses, KeyMassKind
+from ..nn.key_masses import KeyMasses, KeyMassKind, masses_of, mean_of_real
 from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotInit, PivotMeasure
 from ..nn.prefix import PrefixRows
 from ..nn.undecayed import Undecayed
-from ..ops import Coupling, coupling, lot_attention
+from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
 from .options import Option, documents, with_defaults
+from .unformed import Projections, Reads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -183,35 +185,181 @@ class LOT(Attention):
             raise ValueError(
                 f"prefix tokens and local mixing need self-attention, got {q.shape[2]} queries and {k.shape[2]} keys."
             )
-        if q.shape[2] < self.prefix_tokens:
-            raise ValueError(f"prefix_tokens={self.prefix_tokens}, but the sequence has {q.shape[2]} tokens.")
+        self._require_prefix(q.shape[2])
         body = self._body
+        points, log_masses = self.pivots(k)
+        body_key_mask, body_query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        if self.pooling is not None:
+            points = points + self.pooling(body(k), body_key_mask)
         out = lot_attention(
             body(q),
             body(k),
             body(v),
-            **self._measures(q, k, key_mask, query_mask),
+            points,
+            log_masses,
+            **self._how_to_solve(),
+            scale=self.scale,
+            query_mask=body_query_mask,
+            key_mask=body_key_mask,
+            key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask),
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
+        rows = None
+        if self.prefix is not None:
+            head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
+            rows = self.prefix(head, zero_padding(k, key_mask), zero_padding(v, key_mask), key_mask)
+        return self._joined(rows, out, v, key_mask, query_mask, grid)
+
+    def why_formed(self) -> str | None:
+        """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""
+        return None if self.pooling is None else "input-aware pivots are pooled from the keys"
+
+    def is_cheaper_unformed(self, width: int, tokens: int | None) -> bool:
+        """Whether `attend_unformed` takes fewer multiplications for so many tokens of C channels; None: very many.
+
+        Per head and token, q, k and their products with the pivots take 2·C·D + 2·D·R; from the input they take C·R a
+        side, unless keys are formed. Making the weights of the scores takes as much as D tokens do.
+        """
+        d, r = self.head_dim, self.pivots.rank
+        forms_keys = self.prefix is not None and self.prefix.polarize
+        sides = 1 if forms_keys else 2
+        others = 0 if forms_keys else self.prefix_tokens + (self.key_masses.kind != "uniform")
+        saved = sides * (width * d + d * r - width * r) - others * (width - d)
+        return saved > 0 if tokens is None else tokens * saved > sides * r * d * width
+
+    def attend_unformed(
+        self,
+        x: Tensor,
+        projections: Projections,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """What `forward` makes of the queries and keys that a layer would form of its input `x (B, N, C)`.
+
+        The same to rounding, with gradients for the projections; `why_formed` says whether it can be had.
+        """
+        return self._attend_reads(x, self._reads(projections, x), v, key_mask, query_mask, grid)
+
+    def _reads(self, projections: Projections, like: Tensor) -> Reads:
+        points, _ = self.pivots(like)
+        factor = self.head_dim**-0.5 if self.scale is None else self.scale
+        sides = projections
+        if self.prefix is not None and self.prefix.polarize:  # its scores are not linear in the keys
+            sides = Projections(projections.weight[:1], None if projections.bias is None else projections.bias[:1])
+        scores, bias = sides.against(points * factor)
+        masses = None
+        if self.key_masses.kind == "linear":
+            masses = projections.as_keys_see(self.key_masses.directions(like, None)[:, :, None])[0]
+        once = self.prefix is not None or self.key_masses.kind == "query-aware"
+        return Reads(
+            scores.flatten(0, 2), None if bias is None else bias.flatten(), masses, projections if once else None
+        )
+
+    def _attend_reads(
+        self,
+        x: Tensor,
+        reads: Reads,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        self._require_prefix(x.shape[1])
+        body = self._body
+        scores, key_masses, k = self._read(x, reads, key_mask, query_mask)
+        out = lot_attention_from_scores(
+            body(scores[0]),
+            body(scores[1]),
+            body(v),
+            self.pivots.log_masses(v),
+            **self._how_to_solve(),
+            query_mask=self._body_mask(query_mask),
+            key_mask=self._body_mask(key_mask),
+            key_masses=key_masses,
+            dropout_p=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        rows = None
+        if self.prefix is not None:
+            assert reads.projections is not None
+            head = reads.projections.formed(0, x[:, : self.prefix_tokens]).transpose(1, 2)
+            head = zero_padding(head, self._prefix_mask(query_mask))
+            clean_v = zero_padding(v, key_mask)
+            if k is not None:
+                rows = self.prefix(head, zero_padding(k, key_mask), clean_v, key_mask)
+            else:
+                seen = reads.projections.as_keys_see(head * self.prefix.temperature(self.head_dim))
+                rows = self.prefix.pool((seen @ x.mT).unflatten(1, head.shape[1:3]), clean_v, key_mask)
+        return self._joined(rows, out, v, key_mask, query_mask, grid)
+
+    def _read(
+        self, x: Tensor, reads: Reads, key_mask: Tensor | None, query_mask: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+        """Scores of both sides for all tokens, masses of the keys after the prefix, and the keys if they are formed."""
+        heads, rank = self.num_heads, self.pivots.rank
+        sides = F.linear(x, reads.scores, reads.scores_bias).unflatten(-1, (-1, heads, rank)).permute(2, 0, 3, 1, 4)
+        key_mask, query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        rest = x[:, self.prefix_tokens :]
+        if len(sides) == 1:
+            assert reads.projections is not None
+            k = reads.projections.formed(1, x).transpose(1, 2)
+            points, _ = self.pivots(k)
+            factor = self.head_dim**-0.5 if self.scale is None else self.scale
+            scores = (sides[0], k @ (points * factor).mT)
+        else:
+            k, scores = None, (sides[0], sides[1])
+        if self.key_masses.kind == "uniform":
+            return scores, None, k
+        if reads.masses is not None:
+            return scores, masses_of(F.linear(rest, reads.masses).mT, key_mask), k
+        assert reads.projections is not None
+        mean_query = None
+        if self.key_masses.kind == "query-aware":
+            mean_query = reads.projections.formed(0, mean_of_real(rest[:, None], query_mask)[:, 0])
+        direction = self.key_masses.directions(x, mean_query)
+        return scores, masses_of(reads.projections.as_keys_see(direction[:, :, None]) @ rest.mT, key_mask), k
+
+    def _joined(
+        self,
+        rows: Tensor | None,
+        out: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> Tensor:
+        """What the coupled tokens receive with local mixing added, behind the rows of the prefix."""
         if self.local is not None:
-            mixed = self.local(body(zero_padding(v, key_mask)), grid)
-            out = out + zero_padding(mixed, None if query_mask is None else query_mask[:, self.prefix_tokens :])
-        if self.prefix is None:
+            mixed = self.local(self._body(zero_padding(v, key_mask)), grid)
+            out = out + zero_padding(mixed, self._body_mask(query_mask))
+        if rows is None:
             return out
-        clean_k, clean_v = zero_padding(k, key_mask), zero_padding(v, key_mask)
-        head = zero_padding(q, query_mask)[:, :, : self.prefix_tokens]
-        rows = self.prefix(head, clean_k, clean_v, key_mask)
-        rows = zero_padding(rows, None if query_mask is None else query_mask[:, : self.prefix_tokens])
-        return torch.cat([rows, out], 2)
+        return torch.cat([zero_padding(rows, self._prefix_mask(query_mask)), out], 2)
 
     def coupling(
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> Coupling:
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix."""
         self._check(q, k, k, key_mask, query_mask)
-        measures = self._measures(q, k, key_mask, query_mask)
-        return coupling(self._body(q), self._body(k), **measures, backend=self.backend)
+        q, k = self._body(q), self._body(k)
+        key_mask, query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        points, log_masses = self.pivots(k)
+        return coupling(
+            q,
+            k,
+            points if self.pooling is None else points + self.pooling(k, key_mask),
+            log_masses,
+            **self._how_to_solve(),
+            scale=self.scale,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            key_masses=self.key_masses(q, k, key_mask, query_mask),
+            backend=self.backend,
+        )
 
     @property
     def is_matrix(self) -> bool:
@@ -221,24 +369,23 @@ class LOT(Attention):
     def _body(self, x: Tensor) -> Tensor:
         return x[:, :, self.prefix_tokens :] if self.prefix_tokens else x
 
-    def _measures(self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> dict[str, Any]:
-        """The arguments of the operator that describe the three measures and how to couple them."""
-        key_mask, query_mask = (
-            None if mask is None else mask[:, self.prefix_tokens :] for mask in (key_mask, query_mask)
-        )
-        points, log_masses = self.pivots(k)
+    def _body_mask(self, mask: Tensor | None) -> Tensor | None:
+        return mask[:, self.prefix_tokens :] if mask is not None and self.prefix_tokens else mask
+
+    def _prefix_mask(self, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else mask[:, : self.prefix_tokens]
+
+    def _require_prefix(self, length: int) -> None:
+        if length < self.prefix_tokens:
+            raise ValueError(f"prefix_tokens={self.prefix_tokens}, but the sequence has {length} tokens.")
+
+    def _how_to_solve(self) -> dict[str, Any]:
         return {
-            "pivots": points if self.pooling is None else points + self.pooling(self._body(k), key_mask),
-            "log_masses": log_masses,
             "eps": self.eps,
             "solver": self.solver,
             "iters": self.iters,
             "tol": self.tol,
-            "scale": self.scale,
             "balance": self.balance,
-            "query_mask": query_mask,
-            "key_mask": key_mask,
-            "key_masses": self.key_masses(self._body(q), self._body(k), key_mask, query_mask),
         }
 
 
@@ -247,13 +394,27 @@ def _require_one_of(name: str, value: str, kind: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
 
 
-def cost(n: int, d: int, *, rank: int = 32, iters: int = 5, pivots: PivotKind = "fixed", **_: object) -> Cost:
-    """Four n·r·d products and 2T+1 passes over two n·r kernels; the fused kernel moves q, k, v and out once.
+_SOLVED_SIDES: dict[Balance, int] = {"both": 2, "keys": 1, "none": 0}
 
-    Input-aware pivots add two products and the n·r matrix between them.
+
+def cost(
+    n: int,
+    d: int,
+    *,
+    rank: int = 32,
+    iters: int = 5,
+    pivots: PivotKind = "fixed",
+    balance: Balance = "both",
+    **_: object,
+) -> Cost:
+    """Four n·r·d products and T sweeps over the n·r kernel of each solved side; the fused kernel moves q, k, v and out
+    once.
+
+    Input-aware pivots add two products.
     """
-    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d + 8.0 * n * rank)
-    transport = Cost(flops=8.0 * n * rank * d + 8.0 * iters * n * rank, bytes=16.0 * n * d)
+    sweeps = 4.0 * _SOLVED_SIDES[balance] * iters * n * rank
+    transport = Cost(flops=8.0 * n * rank * d + sweeps, bytes=16.0 * n * d)
+    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d)
     if pivots == "fixed":
         return transport
     return Cost(flops=transport.flops + pooling.flops, bytes=transport.bytes + pooling.bytes)

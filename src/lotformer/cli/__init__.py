@@ -12,6 +12,7 @@ from .convert import convert
 from .demo import demo
 from .doctor import doctor
 from .render import render
+from .translation import translate_command
 
 app = typer.Typer(
     name="lotformer",
@@ -46,4 +47,5 @@ app.add_typer(bench.app, name="bench")
 app.command("zoo")(bench.zoo_command)
 app.command()(render)
 app.command()(convert)
+app.command("translate")(translate_command)
 app.command()(demo)

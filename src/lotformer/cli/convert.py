@@ -35,6 +35,10 @@ class ConvertSettings(Settings):
     key_masses: str = setting(
         _default(conversion.convert, "key_masses"), "uniform (doubly stochastic), linear or query-aware."
     )
+    balance: str = setting(
+        _default(conversion.convert, "balance"),
+        "Marginals that LOT imposes: both (as the paper), keys (half the work), or none.",
+    )
     pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
@@ -81,7 +85,8 @@ def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:
 
     torch.manual_seed(settings.seed)
     model, tokenizer = _load(root / encoder_part(root))
-    options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
+    named = ("rank", "eps", "key_masses", "balance")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in named}
     if settings.pivots != "fixed":  # other mechanisms have no such option
         options["pivots"] = settings.pivots
     say(console, str(conversion.convert(model, settings.mechanism, **options)))

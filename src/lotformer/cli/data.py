@@ -46,7 +46,7 @@ def prepare(
     console = Console()
     for task in tasks:
         with one_clear_error(console, f"Cannot prepare {task}"):
-            folder = data_folder(data_dir, "the public sets; generated ones need an empty one")
+            folder = data_folder(data_dir, "the public sets (any folder will do for generated ones)")
             chosen = source(task, folder, seed=seed, brackets=brackets, released=released)
             with progress_bar(console) as listen:
                 made = prepared(chosen, folder, workers=workers, listener=partial(listen, f"preparing {task}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .longrange import train_lra
+from .translation import train_translation
 from .vision import train_vision
 
 app = typer.Typer(help="Train models from scratch.", no_args_is_help=True)
@@ -17,3 +18,4 @@ def main() -> None:
 
 app.command("vision")(train_vision)
 app.command("lra")(train_lra)
+app.command("translation")(train_translation)

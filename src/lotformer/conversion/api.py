@@ -11,6 +11,7 @@ from torch import nn
 
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
+from ..ops.problem import Balance
 from . import hosts
 from .hosts.sites import Site, Skipped, converted
 from .measuring import probe as probing
@@ -30,6 +31,7 @@ def convert(
     rank: int = 32,
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
+    balance: Balance = "both",
     layers: Sequence[str] | None = None,
     probe: Batch | None = None,
     **options: Any,
@@ -43,9 +45,10 @@ def convert(
         model: a Hugging Face encoder or encoder–decoder (encoder half), a timm vision transformer, or any module
             that holds `nn.MultiheadAttention`.
         mechanism: a name of `lotformer.attention.names()`.
-        rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses: of LOT. Uniform
-            key masses are strictly doubly stochastic; "query-aware" masses (the default) let columns sum to
-            `N ×` a learned mass, which the attention sinks of trained models need.
+        rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance: of LOT.
+            Uniform key masses are strictly doubly stochastic; "query-aware" masses (the default) let columns sum to
+            `N ×` a learned mass, which the attention sinks of trained models need. `balance="keys"` keeps these column
+            sums and solves for the keys alone; "none" gives them up (`lot_attention`).
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
@@ -62,7 +65,8 @@ def convert(
     _require_module(model)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
-    settings = _settings(mechanism, rank=rank, eps=eps, key_masses=key_masses, options=options)
+    named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance}
+    settings = _settings(mechanism, named, options)
     recipe = Recipe(mechanism, settings, () if layers is None else tuple(layers))
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
@@ -103,9 +107,13 @@ def revert(model: nn.Module) -> None:
 
 def default_recipe() -> Recipe:
     """What `convert(model)` does without further arguments."""
-    defaults = {name: p.default for name, p in inspect.signature(convert).parameters.items()}
-    settings = _settings("lot", **{name: defaults[name] for name in ("rank", "eps", "key_masses")}, options={})
-    return Recipe("lot", settings)
+    return Recipe("lot", _settings("lot", _defaults(), {}))
+
+
+def _defaults() -> dict[str, Any]:
+    """The options of a mechanism that `convert` names itself."""
+    parameters = inspect.signature(convert).parameters
+    return {name: parameters[name].default for name in ("rank", "eps", "key_masses", "balance")}
 
 
 def _require_module(model: object) -> None:
@@ -117,17 +125,16 @@ def _require_module(model: object) -> None:
         raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
 
 
-def _settings(mechanism: str, *, rank: int, eps: float, key_masses: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
     if takes(mechanism, "key_masses"):
-        return {"rank": rank, "eps": eps, "key_masses": key_masses, **LOT_DEFAULTS, **options}
-    defaults = inspect.signature(convert).parameters
+        return {**named, **LOT_DEFAULTS, **options}
     settings = dict(options)
     if takes(mechanism, "rank"):
-        settings.setdefault("rank", rank)
-    for name, value in (("rank", rank), ("eps", eps), ("key_masses", key_masses)):
-        if value != defaults[name].default:
-            settings.setdefault(name, value)
+        settings.setdefault("rank", named["rank"])
+    for name, default in _defaults().items():
+        if named[name] != default:
+            settings.setdefault(name, named[name])
     return settings
 
 

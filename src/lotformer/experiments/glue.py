@@ -57,6 +57,8 @@ METHODS: dict[str, Method] = {
     "lot-uniform": Method("lot", "output", {"key_masses": "uniform"}),
     "lot-aware": Method("lot", "output", {"pivots": "input-aware"}),
     "lot-aware-uniform": Method("lot", "output", {"pivots": "input-aware", "key_masses": "uniform"}),
+    "lot-aware-keys": Method("lot", "output", {"pivots": "input-aware", "balance": "keys"}),
+    "lot-aware-none": Method("lot", "output", {"pivots": "input-aware", "balance": "none"}),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 The last two have pivots that see the input."""

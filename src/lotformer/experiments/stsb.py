@@ -35,9 +35,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot": {},
     "lot-uniform": {"key_masses": "uniform"},
     "lot-aware": {"pivots": "input-aware"},
+    "lot-keys": {"balance": "keys"},
+    "lot-none": {"balance": "none"},
+    "lot-aware-keys": {"pivots": "input-aware", "balance": "keys"},
+    "lot-aware-none": {"pivots": "input-aware", "balance": "none"},
 }
-"""Query-aware key masses, which attention sinks need; uniform ones, which are strictly doubly stochastic; and pivots
-that see the input."""
+"""Query-aware key masses, which attention sinks need; uniform ones, which are strictly doubly stochastic; pivots that
+see the input; and both kinds of pivots with the keys alone balanced, or nothing."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 

@@ -42,25 +42,39 @@ class KeyMasses(nn.Module):
         if self.direction is None:
             return None
         with torch.autocast(k.device.type, enabled=False):
-            direction = self.direction(k)[None]
+            mean_query = None if self.query_weight is None else mean_of_real(q, query_mask)
+            direction = self.directions(k, mean_query)
             k = k.to(direction.dtype)
-            if self.query_weight is not None:
-                mean_query = _mean_of_real(q.to(k.dtype), query_mask)
-                direction = direction + self.query_weight(k)[:, None] * k.shape[-1] ** -0.5 * mean_query
             if key_mask is not None:
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
-            logits = (k @ direction[..., None])[..., 0]
-            if key_mask is not None:
-                # a large negative number, not -inf: a sample of padding alone must stay finite
-                logits = logits.masked_fill(~key_mask[:, None, :], torch.finfo(logits.dtype).min)
-            return logits.softmax(-1)
+            return masses_of((k @ direction[..., None])[..., 0], key_mask)
+
+    def directions(self, like: Tensor, mean_query: Tensor | None) -> Tensor:
+        """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
+        assert self.direction is not None
+        direction = self.direction(like)[None]
+        if self.query_weight is None:
+            return direction
+        assert mean_query is not None
+        weight = self.query_weight(like)[:, None] * direction.shape[-1] ** -0.5
+        return direction + weight * mean_query.to(direction.dtype)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
 
 
-def _mean_of_real(q: Tensor, mask: Tensor | None) -> Tensor:
+def masses_of(logits: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Masses `(B, H, M)` from their logits, sum 1 over real keys."""
+    if key_mask is not None:
+        # a large negative number, not -inf: a sample of padding alone must stay finite
+        logits = logits.masked_fill(~key_mask[:, None, :], torch.finfo(logits.dtype).min)
+    return logits.softmax(-1)
+
+
+def mean_of_real(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over real tokens of `x (B, H, N, D)`, in at least fp32: `(B, H, D)`; 0 where there are none."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        return q.mean(-2)
+        return x.mean(-2)
     real = mask[:, None, :, None]
-    return q.masked_fill(~real, 0.0).sum(-2) / real.sum(-2).clamp_min(1)
+    return x.masked_fill(~real, 0.0).sum(-2) / real.sum(-2).clamp_min(1)

@@ -38,6 +38,7 @@ class PivotMeasure(nn.Module):
         require_positive("mass_temperature", mass_temperature)
         if init not in get_args(PivotInit):
             raise ValueError(f"init must be one of {', '.join(map(repr, get_args(PivotInit)))}, got {init!r}.")
+        self.rank = rank
         self.init = init
         self.mass_temperature = mass_temperature
         self.points = Undecayed(num_heads, rank, head_dim)
@@ -50,8 +51,11 @@ class PivotMeasure(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Points `(H, R, D)` and normalised log masses `(H, R)`, in the precision to compute with tokens `x`."""
-        logits = self.logits(x)
-        return self.points(x), (logits / self.mass_temperature).log_softmax(-1)
+        return self.points(x), self.log_masses(x)
+
+    def log_masses(self, x: Tensor) -> Tensor:
+        """The normalised log masses alone."""
+        return (self.logits(x) / self.mass_temperature).log_softmax(-1)
 
     @torch.no_grad()
     def initialize_from(self, tokens: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> None:

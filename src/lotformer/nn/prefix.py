@@ -36,14 +36,21 @@ class PrefixRows(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Rows `(B, H, P, Dv)` for the special queries `(B, H, P, D)` and all keys and values; padding is clean."""
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
-        beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
+        beta = self.temperature(q.shape[-1])
         if not self.polarize:
-            return fused_softmax(q, k, v, allowed, beta)
+            return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = self._polarized_scores(beta * q.to(dtype), k.to(dtype))
-        if allowed is None:
+        return self.pool(self._polarized_scores(beta * q.to(dtype), k.to(dtype)), v, key_mask)
+
+    def temperature(self, head_dim: int) -> float:
+        """β in force."""
+        return head_dim**-0.5 if self.beta is None else self.beta
+
+    def pool(self, scores: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Rows `(B, H, P, Dv)` for finite scores `(B, H, P, M)` with all keys, β included."""
+        if key_mask is None:
             return scores.softmax(-1).to(v.dtype) @ v
+        allowed = key_mask[:, None, None, :]
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         return (scores.softmax(-1).to(v.dtype) @ v).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
 

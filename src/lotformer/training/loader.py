@@ -75,7 +75,9 @@ class LoaderStream:
         described: str | None = None,
     ) -> None:
         self.described = f"{len(data)} samples" if described is None else described
-        self.batches_per_epoch = len(batches(0))
+        first = batches(0)
+        self.batches_per_epoch = len(first)
+        self.samples_per_batch = sum(map(len, first)) / max(1, len(first))
         self.share = 1.0
         self._samples = _Samples(data, collate)
         self._batches, self._seed, self._process, self._workers = batches, seed, process, workers

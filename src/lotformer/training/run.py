@@ -100,7 +100,8 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
     chosen = settings.loop(stream.batches_per_epoch)
     if not first:  # dropout differs between processes
         chosen = dataclasses.replace(chosen, seed=random_state.seed_from(settings.seed, team.process.index))
-    work = _Training(task, updates, accelerator, team, chosen.steps, heard, Checkpoint(out / BEST, belongs_to))
+    samples = chosen.accumulate * getattr(stream, "samples_per_batch", settings.part_size)
+    work = _Training(task, updates, accelerator, team, chosen.steps, samples, heard, Checkpoint(out / BEST, belongs_to))
     loop = Loop(chosen, work, stream, updates, Checkpoint(out / LAST, belongs_to), team=team)
     work.follow(loop)
     start = time.perf_counter()
@@ -147,7 +148,7 @@ class _Pace:
 
     _STEPS = 50
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: float) -> None:
         self.samples = samples
         self.attention: float | None = None
         self._steps: deque[tuple[float, float]] = deque(maxlen=self._STEPS)
@@ -181,6 +182,7 @@ class _Training:
         accelerator: Accelerator,
         team: Team,
         steps: int,
+        samples: float,
         listeners: Sequence[Listener],
         best_file: Checkpoint,
     ) -> None:
@@ -189,7 +191,7 @@ class _Training:
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
         self.best_step = 0
-        self.pace = _Pace(task.settings.batch_size)
+        self.pace = _Pace(samples)
         self._clock = AttentionClock(updates.bare)
         updates.model.train()
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ from torch import Tensor, nn
 
 from .._settings import setting
 from ..layers import LOTAttention
-from . import timm_parts
-from .accelerated import make_accelerator
 from .fingerprints import differences, fingerprint
 from .loader import LoaderStream, shuffled
 from .logs import Progress
@@ -40,6 +38,9 @@ from .task import Sums
 from .teams import Process
 
 _TOKENS, _DIM = 12, 16
+
+IMPORTED = ("lotformer.training.torture", "lotformer.models", "accelerate", "torch.utils.tensorboard")
+"""What a training run imports, for servers that fork processes with runs."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,15 @@ class _Steps:
         pass
 
 
-def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
+def prepare_process() -> None:
+    """Make a process that was forked from a server what one that was started by itself is."""
     torch.set_num_threads(1)
+    if "fork" in get_all_start_methods():
+        set_start_method("fork", force=True)  # for workers that load; they would get a server of their own each
+
+
+def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
+    prepare_process()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers complain when their process dies
     settings = ToySettings(
         steps=steps, accumulate=2, warmup_steps=5, ema=0.9, label_smoothing=0.1, evaluate_every=7, workers=workers
@@ -147,8 +155,7 @@ def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
 
 def _life(out: Path, steps: int, workers: int, kill_after: int | None) -> int:
     """Run in a process of its own; kill it some moment after `kill_after` steps of this life. Returns its exit code."""
-    # a forked process has everything imported, which is most of a life otherwise
-    context: Any = get_context("fork" if "fork" in get_all_start_methods() else "spawn")
+    context = _context()
     steps_taken, told = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(out, steps, workers, told))
     process.start()
@@ -165,6 +172,18 @@ def _life(out: Path, steps: int, workers: int, kill_after: int | None) -> int:
     return process.exitcode
 
 
+def _context() -> Any:
+    """Processes forked from one that has everything imported, which is most of a life otherwise, and nothing else.
+
+    The caller itself would not do: pools of threads, which it may have, do not survive a fork.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
 def _heard(steps_taken: Connection) -> bool:
     try:
         steps_taken.recv()
@@ -175,10 +194,6 @@ def _heard(steps_taken: Connection) -> bool:
 
 def torture(kills: int, folder: Path, workers: int = 2) -> str:
     """Run twice, once with `kills` kills; returns what differs in the end, in words: nothing if all is well."""
-    import torch.utils.tensorboard  # noqa: F401  imported once, before processes are forked; so are these two:
-
-    make_accelerator()
-    timm_parts.parts()
     steps = 4 * (kills + 1)  # few enough steps per life that every kill finds the run alive
     whole, killed = folder / "whole", folder / "killed"
     if code := _life(whole, steps, workers, None):

@@ -31,7 +31,7 @@ def identity(
         "model": type(model).__name__,
         "settings": dict(settings),
         "mechanisms": {
-            # a recipe that was read from a file has its options in another order
+            # sorted: a recipe that was read from a file may name its options in another order
             name: f"{r.recipe.mechanism} {dict(sorted(r.recipe.options.items()))}"
             for name, r in layers.items()
             if r is not None

@@ -309,7 +309,7 @@ static Head open_head(const Call& c, int64_t h, int workers) {
   return head;
 }
 
-// Memory for the kernel or the scores of some tokens, one row a token.
+// Memory for the kernel or the scores of some tokens, one row per token.
 static Block take_rows(const Head& head, const Tokens& t) {
   const int64_t padded = head.pivots.padded;
   return {head.arena.take<float>(round_up(t.count, kBlock) * padded), padded};

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """One program for each (sample, head), when all its scores fit on chip.
 
-Sinkhorn runs forward in one launch, and back through all its sweeps in one launch a side; its scores stay in
-registers meanwhile. The exact solver takes one launch a side. What is left, products with values and tokens, is the
+Sinkhorn runs forward in one launch, and back through all its sweeps in one launch per side; its scores stay in
+registers meanwhile. The exact solver takes one launch per side. What is left, products with values and tokens, is the
 work of `passes`.
 
 Potentials are kept as `(B, H, slots, R)`. Sinkhorn: slot t is the potential before sweep t, the last slot the

@@ -2,7 +2,7 @@
 """Newton's passes over the tokens, for sequences whose scores do not fit on chip.
 
 As in `passes`, a program owns a chunk of one head's tokens and leaves what it learned to the next launch: here the
-Hessian, the column sums and their drift, of which one program a head makes a step.
+Hessian, the column sums and their drift, of which one program per head makes a step.
 """
 
 from __future__ import annotations

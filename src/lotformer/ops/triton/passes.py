@@ -2,7 +2,7 @@
 """Passes over the tokens, for sequences whose scores do not fit on chip.
 
 A program owns a chunk of one head's tokens and walks through it (see `blocks`). What a pass learns about the pivots,
-r numbers a chunk, goes to a small buffer that the next pass reduces in a fixed order: no
+r numbers per chunk, goes to a small buffer that the next pass reduces in a fixed order: no
 atomics, and the same bits in every run. The slots of the potentials are those of `fused`.
 """
 

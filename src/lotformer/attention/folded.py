@@ -1,0 +1,134 @@
+"""LOT for inference: the weights that make queries and keys are folded into those that make their scores."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import Coupling, coupling
+from .lot import LOT
+from .unformed import Projections, Reads
+
+
+class FoldedLOT(LOT):
+    """What `lotformer.fold` puts in place of `LOT`: the same function, of the input of the layer.
+
+    Queries and keys are not formed any more. In their place `forward` and `coupling` take the tokens themselves,
+    `x (B, N, C)` cut into pieces as wide as a head, `(B, C / D, N, D)`, twice: that is what a host hands over whose
+    query and key projections are identities.
+
+    It owns the maps of `Reads`: `scores`; `masses` for key masses that are linear in the keys; `query_key`, the
+    projections, where one vector per sample is read through them (query-aware masses, rows of a prefix).
+    """
+
+    scores: nn.Linear
+    masses: nn.Linear | None
+    query_key: nn.Linear | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, mechanism: LOT, projections: Projections) -> FoldedLOT:
+        """The folded form of a mechanism in a layer with these projections; the mechanism stays as it is.
+
+        Raises:
+            ValueError: it needs its queries and keys.
+        """
+        reason = why_unfoldable(mechanism)
+        if reason is not None:
+            raise ValueError(f"this attention cannot be folded: {reason}.")
+        reads = mechanism._reads(projections, projections.weight)
+        made = copy.deepcopy(mechanism)
+        made.__class__ = cls
+        assert isinstance(made, cls)
+        made.scores = _linear(reads.scores, reads.scores_bias)
+        made.masses = None if reads.masses is None else _linear(reads.masses, None)
+        kept = reads.projections
+        made.query_key = None if kept is None else _linear(kept.weight.flatten(0, 2), _flat(kept.bias))
+        if not (mechanism.prefix is not None and mechanism.prefix.polarize):
+            made.pivots.points = None  # type: ignore[assignment]  # they are in the scores
+        if made.masses is not None:
+            made.key_masses.direction = None
+        return made
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        return self._attend_reads(_tokens(q), self._stored(), v, key_mask, query_mask, grid)
+
+    def why_formed(self) -> str | None:
+        return "it is folded already"
+
+    def coupling(
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+    ) -> Coupling:
+        """The plans among the tokens after the prefix; `q` and `k` are the tokens, as in `forward`."""
+        self._check(q, k, k, key_mask, query_mask)
+        (query_scores, key_scores), key_masses, _ = self._read(_tokens(q), self._stored(), key_mask, query_mask)
+        rank = self.pivots.rank
+        return coupling(
+            self._body(query_scores),
+            self._body(key_scores),
+            torch.eye(rank, dtype=q.dtype, device=q.device).expand(self.num_heads, rank, rank),  # gives scores as such
+            self.pivots.log_masses(q),
+            **self._how_to_solve(),
+            scale=1.0,
+            query_mask=self._body_mask(query_mask),
+            key_mask=self._body_mask(key_mask),
+            key_masses=key_masses,
+            backend=self.backend,
+        )
+
+    def _stored(self) -> Reads:
+        projections = None
+        if self.query_key is not None:
+            shape = (2, self.num_heads, self.head_dim)
+            bias = None if self.query_key.bias is None else self.query_key.bias.view(shape)
+            projections = Projections(self.query_key.weight.view(*shape, -1), bias)
+        masses = None if self.masses is None else self.masses.weight
+        return Reads(self.scores.weight, self.scores.bias, masses, projections)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+        width = self.scores.in_features
+        if q.dim() != 4 or q.shape[1] * q.shape[3] != width or q.shape != k.shape or q.shape[2] != v.shape[2]:
+            raise ValueError(
+                f"folded attention takes the input of its layer, {width} channels cut into heads, for queries and "
+                f"keys, got {tuple(q.shape)} and {tuple(k.shape)} for values {tuple(v.shape)}."
+            )
+        self._check_masks(q, k, key_mask, query_mask)
+
+
+def why_unfoldable(mechanism: nn.Module) -> str | None:
+    """Why a mechanism cannot be folded, or None if it can."""
+    if isinstance(mechanism, LOT):
+        return mechanism.why_formed()
+    return f"{type(mechanism).__name__} is not LOT attention"
+
+
+def split_tokens(x: Tensor, head_dim: int) -> Tensor:
+    """`x (B, N, C)` as `(B, C / D, N, D)`, what `FoldedLOT` takes for queries and keys; a view."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _tokens(q: Tensor) -> Tensor:
+    return q.transpose(1, 2).flatten(2)
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.flatten()
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return made

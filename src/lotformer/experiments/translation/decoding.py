@@ -1,0 +1,82 @@
+"""Text in, text out: beam search with a Marian model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of a checkpoint: one of ours, converted or not, or any Marian of transformers'.
+
+    Raises:
+        ValueError: there is no readable encoder–decoder.
+    """
+    try:
+        from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, logging
+    except ImportError as error:
+        raise ImportError("translation needs transformers: pip install 'lotformer[text,train]'.") from error
+    from ...models import translation  # noqa: F401  registers DiffTransformer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForSeq2SeqLM.from_pretrained(str(folder)).eval()
+        return model, AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:
+        raise ValueError(f"{folder} holds no translation model that can be read: {error}") from error
+
+
+@torch.no_grad()
+def translate(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    beams: int = 5,
+    length_penalty: float = 1.0,
+    max_tokens: int = 2048,
+    longest: int = 1024,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """The best translation of every text, in their order.
+
+    Hypotheses are ranked by `log p / length^length_penalty` and have at most 1.2 tokens per source token and 10 more,
+    as in fairseq. Texts of similar length share a batch of at most `max_tokens` source tokens, padding counted; an
+    empty text stays empty.
+
+    Args:
+        longest: source tokens after which a text is cut.
+        on_batch: called with how many texts are done, and of how many.
+    """
+    tokens = tokenizer(list(texts), truncation=True, max_length=longest)["input_ids"] if texts else []
+    order = [index for index in range(len(texts)) if texts[index].strip()]
+    order.sort(key=lambda index: len(tokens[index]))
+    found = [""] * len(texts)
+    done = 0
+    while done < len(order):
+        count = 1
+        while done + count < len(order) and (count + 1) * len(tokens[order[done + count]]) <= max_tokens:
+            count += 1
+        chunk = order[done : done + count]
+        width = len(tokens[chunk[-1]])
+        pad = model.config.pad_token_id
+        ids = torch.tensor([tokens[i] + [pad] * (width - len(tokens[i])) for i in chunk], device=model.device)
+        real = torch.tensor([[1] * len(tokens[i]) + [0] * (width - len(tokens[i])) for i in chunk], device=model.device)
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=real,
+            num_beams=beams,
+            length_penalty=length_penalty,
+            max_new_tokens=int(1.2 * width + 10),
+            max_length=None,
+            do_sample=False,
+        )
+        for index, text in zip(chunk, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True):
+            found[index] = text.strip()
+        done += count
+        on_batch(done, len(order))
+    return found
