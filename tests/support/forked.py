@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lotformer.training.torture import IMPORTED
+from lotformer.training.torture import IMPORTED, prepare_process
 
 
 def start(function: Callable[..., Any], *arguments: Any, output: Path | None = None) -> BaseProcess:
@@ -35,5 +35,6 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], output: Path
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         sys.stdout = os.fdopen(1, "w", closefd=False)
+    prepare_process()
     function(*arguments)
     sys.stdout.flush()

@@ -1,11 +1,8 @@
-"""Training runs of the toy task in processes of their own.
+"""Training runs in processes of their own, by themselves or under torchrun's agent.
 
-`together` forks them from a server that has everything imported and has never run a thread: OpenMP's pool does not
-survive a fork, so a child of the tests' own process might wait forever. As a script, for torchrun:
-
-    torchrun --nproc-per-node=2 training_run.py OUT SETTINGS-AS-JSON
-
-where the environment variables KILL_RANK and KILL_AT kill one process during a step.
+They are forked from a server that has everything imported and has never run a thread: OpenMP's pool does not survive a
+fork, so a child of the tests' own process could wait forever. KILL_RANK and KILL_AT in the environment kill one process
+of a toy run during a step.
 """
 
 from __future__ import annotations
@@ -14,18 +11,20 @@ import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lotformer.training import torture
 from lotformer.training.run import train
-from lotformer.training.torture import IMPORTED, ToySettings, ToyTask
+from lotformer.training.torture import ToySettings, ToyTask
 
-SHARDING = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+IMPORTED = [*torture.IMPORTED, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+IMPORTED += ["lotformer.experiments.longrange.task"]
 
 
 class Mortal(ToyTask):
@@ -41,25 +40,51 @@ class Mortal(ToyTask):
 
 
 def run(out: Path, settings: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     train(Mortal(ToySettings(**settings)), out, resume=True)
 
 
-def together(processes: int, out: Path, settings: dict[str, Any], environment: dict[str, str] | None = None) -> None:
-    """The run on several processes that know of each other, as torchrun would start them."""
+def learn_longrange(sets: Path, out: Path, settings: dict[str, Any]) -> None:
+    """A run on a prepared set of the Long Range Arena; its losses are in `out/losses.json`."""
+    from lotformer.data.longrange.store import open_set
+    from lotformer.experiments.longrange.settings import settings_for
+    from lotformer.experiments.longrange.task import LongRange
+
+    report = train(LongRange(settings_for(**settings), open_set(sets)), out)
+    if os.environ.get("RANK", "0") == "0":
+        (out / "losses.json").write_text(json.dumps(report.losses))
+
+
+def together(processes: int, out: Path, settings: dict[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    """The toy run on several processes that know of each other, as torchrun would start them."""
     side_by_side(processes, run, out, settings, environment=environment)
 
 
 def side_by_side(
-    processes: int, function: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None
+    processes: int, function: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Any function on several such processes. Raises if one of them does not end well."""
+    """A function of this module on several such processes. Raises if one of them does not end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, *SHARDING])
-    given = (processes, port, environment or {}, function, arguments)
-    multiprocessing.start_processes(_join, given, processes, start_method="forkserver")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    everything = (processes, port, dict(environment or {}), function, arguments)
+    multiprocessing.start_processes(_join, everything, processes, start_method="forkserver")
+
+
+def under_torchrun(processes: int, out: Path, settings: dict[str, Any], environment: Mapping[str, str]) -> None:
+    """The toy run under torchrun's own agent, which watches the processes and tells how they end."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    one_node = LaunchConfig(
+        1,
+        1,
+        processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        start_method="forkserver",
+        monitor_interval=0.02,
+        max_restarts=0,
+    )
+    elastic_launch(one_node, _launched)(out, settings, dict(environment))
 
 
 def _join(
@@ -70,12 +95,18 @@ def _join(
     function: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _alone(environment)
     function(*arguments)
     torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), json.loads(sys.argv[2]))
+def _launched(out: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
+    _alone(environment)
+    run(out, settings)
+
+
+def _alone(environment: dict[str, str]) -> None:
+    os.environ |= environment | {"OMP_NUM_THREADS": "1"}  # Accelerate would set as many threads as there are cores
+    torture.prepare_process()

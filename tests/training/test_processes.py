@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lotformer.training.run import LAST
-from support import training_run
-from support.training_run import together
+from support.training_run import together, under_torchrun
 
 SETTINGS = {"steps": 8, "batch_size": 12, "dropout": 0.0, "lr": 1e-2, "evaluate_every": 4, "save_every": 3}
 SETTINGS |= {"adam_eps": 1e-4}  # Adam blows up gradients that are zero but for rounding, as those of the keys' bias
@@ -75,16 +71,10 @@ def test_several_processes_resume_bit_for_bit(processes, settings, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_run_with_its_name(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.run(
-        [*launcher, training_run.__file__, str(tmp_path), json.dumps(SETTINGS)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **kill(rank=1, step=5)},
-        check=False,
-    )
-    assert process.returncode != 0
-    assert "rank      : 1" in process.stderr
-    assert "SIGKILL" in process.stderr
+    with pytest.raises(ChildFailedError) as caught:
+        under_torchrun(2, tmp_path, SETTINGS, kill(rank=1, step=5))
+    told = str(caught.value)
+    assert "rank      : 1" in told
+    assert "SIGKILL" in told
     assert len(state(tmp_path)["processes"]) == 2
     assert state(tmp_path)["step"] == 3

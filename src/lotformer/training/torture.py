@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from .teams import Process
 
 _TOKENS, _DIM = 12, 16
 
-IMPORTED = ("lotformer.training.torture", "accelerate", "torch.utils.tensorboard")
+IMPORTED = ("lotformer.training.torture", "lotformer.models", "accelerate", "torch.utils.tensorboard")
 """What a training run imports, for servers that fork processes with runs."""
 
 
@@ -137,8 +137,15 @@ class _Steps:
         pass
 
 
-def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
+def prepare_process() -> None:
+    """Make a process that was forked from a server what one that was started by itself is."""
     torch.set_num_threads(1)
+    if "fork" in get_all_start_methods():
+        set_start_method("fork", force=True)  # for workers that load; they would get a server of their own each
+
+
+def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
+    prepare_process()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers complain when their process dies
     settings = ToySettings(
         steps=steps, accumulate=2, warmup_steps=5, ema=0.9, label_smoothing=0.1, evaluate_every=7, workers=workers

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,12 @@ from lotformer.data.longrange.listops import ListOps
 from lotformer.data.longrange.pathfinder import Pathfinder
 from lotformer.data.longrange.prepare import prepare
 from lotformer.data.longrange.retrieval import PaperPairs
-from lotformer.data.longrange.store import open_set
 from lotformer.experiments.longrange import table
 from lotformer.experiments.longrange.settings import settings_for
 from lotformer.experiments.longrange.table import ArenaSettings
 from lotformer.experiments.longrange.task import LongRange
 from lotformer.training.run import train
-from support.training_run import side_by_side
+from support.training_run import learn_longrange, side_by_side
 
 SMALL_LISTOPS = ListOps(shortest=5, longest=40, sizes={"train": 64, "dev": 16, "test": 16})
 
@@ -82,15 +79,10 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(listops, tmp_path):
         assert torch.equal(tensor, weights(second)[name]), name
 
 
-def learn(sets: Path, out: Path) -> None:
-    report = train(LongRange(run_settings(steps=6, dropout=0.0), open_set(sets)), out)
-    if os.environ.get("RANK", "0") == "0":
-        (out / "losses.json").write_text(json.dumps(report.losses))
-
-
 def test_two_processes_learn_what_one_learns(listops, tmp_path):
-    learn(listops.folder, tmp_path / "one")
-    side_by_side(2, learn, listops.folder, tmp_path / "two")
+    settings = {"task": "listops", "steps": 6, "batch_size": 8, "warmup_steps": 1, "dropout": 0.0}
+    learn_longrange(listops.folder, tmp_path / "one", settings)
+    side_by_side(2, learn_longrange, listops.folder, tmp_path / "two", settings)
     one, two = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("one", "two"))
     assert len(one) == 6
     assert two == pytest.approx(one, rel=1e-4)
