@@ -10,7 +10,10 @@ import typer
 from rich.console import Console
 
 from ..data.folder import VARIABLE, data_folder
+from ..experiments.translation.settings import PairSettings
+from .settings import with_settings
 from .terminal import one_clear_error, progress_bar, say
+from .translation import prepare_pairs
 
 app = typer.Typer(help="Prepare the sets that training reads.", no_args_is_help=True)
 
@@ -21,10 +24,14 @@ def main() -> None:
 
 
 @app.command()
+@with_settings(PairSettings)
 def prepare(
+    settings: PairSettings,
     tasks: Annotated[
         list[str],
-        typer.Argument(help="listops, pathfinder (generated); text, image, retrieval, film-pairs (from public sets)."),
+        typer.Argument(
+            help="listops, pathfinder (generated); text, image, retrieval, film-pairs, translation (from public sets)."
+        ),
     ],
     data_dir: Annotated[
         Path | None,
@@ -37,9 +44,10 @@ def prepare(
     released: Annotated[bool, typer.Option(help="ListOps and Pathfinder from the arena's own files.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
 ) -> None:
-    """Prepare Long Range Arena tasks: memory-mapped arrays, made once, the same on every machine.
+    """Prepare Long Range Arena tasks (memory-mapped arrays) or sentence pairs, once and the same on every machine.
 
-    Work that was interrupted is continued; a set that is already there is checked and kept.
+    Work that was interrupted is continued; a set that is already there is checked and kept. Which pairs, and how they
+    are cleaned, is said by the options of translation: --corpora and those after it.
     """
     from ..data.longrange.tasks import prepared, source
 
@@ -47,6 +55,9 @@ def prepare(
     for task in tasks:
         with one_clear_error(console, f"Cannot prepare {task}"):
             folder = data_folder(data_dir, "the public sets (any folder will do for generated ones)")
+            if task == "translation":
+                prepare_pairs(console, settings, folder)
+                continue
             chosen = source(task, folder, seed=seed, brackets=brackets, released=released)
             with progress_bar(console) as listen:
                 made = prepared(chosen, folder, workers=workers, listener=partial(listen, f"preparing {task}"))

@@ -17,6 +17,7 @@ from ..experiments import stsb as stsb_experiment
 from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish
+from .translation import experiment_translation
 from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
@@ -81,6 +82,7 @@ def stsb(
 app.command("lra")(experiment_lra)
 app.command("lra-throughput")(experiment_throughput)
 app.command("pathfinder")(experiment_pathfinder)
+app.command("translation")(experiment_translation)
 app.command("vision-ladder")(vision_ladder)
 app.command("sinkhorn-ablation")(sinkhorn_ablation)
 app.command("rank-ablation")(rank_ablation)

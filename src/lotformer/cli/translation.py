@@ -12,9 +12,10 @@ from rich.console import Console
 from ..data.folder import VARIABLE, data_folder
 from ..data.translation.lines import decoded_lines, read_lines
 from ..data.translation.sets import prepare
+from ..experiments.translation import table
 from ..experiments.translation.settings import PairSettings, TranslationSettings, completed, recipe_of
 from .settings import with_settings
-from .terminal import one_clear_error, progress_bar, say
+from .terminal import command_line, one_clear_error, progress_bar, publish, say
 
 WANTED = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
 
@@ -64,7 +65,9 @@ def train_translation(
 
 def translate_command(
     model: Annotated[Path, typer.Argument(help="Folder of a Marian checkpoint: OUT/model of a run, or any other.")],
-    text: Annotated[Path | None, typer.Argument(help="File with one text per line; standard input if not given.")] = None,
+    text: Annotated[
+        Path | None, typer.Argument(help="File with one text per line; standard input if not given.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the translations; standard output if not given.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 5,
     length_penalty: Annotated[float, typer.Option(help="Power of the length that scores are divided by.")] = 1.0,
@@ -91,3 +94,23 @@ def translate_command(
             write_text(page, out)
     if out is None:
         sys.stdout.write(page)
+
+
+@with_settings(table.TableSettings, completed)
+def experiment_translation(
+    settings: table.TableSettings,
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results; cells that are finished there are not run again.")
+    ] = Path("out/translation"),
+    runs: Annotated[Path, typer.Option(help="Folder in which bases are trained and kept.")] = Path(
+        "out/translation-runs"
+    ),
+) -> None:
+    """Table 6: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        folder = data_folder(data_dir, WANTED)
+        with progress_bar(console) as listen:
+            table.run(settings, folder, out, runs, listen, command_line())
+        publish(console, table.render(out), out)

@@ -1,7 +1,7 @@
-"""Encoder–decoders for translation on transformers' Marian: fairseq's IWSLT architecture, and one that differentiates.
+"""Encoder–decoders for translation on transformers' Marian: fairseq's IWSLT model and a DiffTransformer.
 
-Beam search, caching and saving are transformers'. `DiffMarianMTModel` has differential attention (Ye et al. 2025) in the
-encoder, in the decoder and between them:
+Beam search, caching and saving are transformers'. `DiffMarianMTModel` has differential attention (Ye et al. 2025) in
+the encoder, in the decoder and between them:
 
     (softmax(q₁ k₁ᵀ s) − λ softmax(q₂ k₂ᵀ s)) v,   then RMSNorm per head, times 1 − λ₀
 
@@ -105,7 +105,8 @@ class DifferentialMarianAttention(MarianAttention):
         k, v = self._keys_and_values(hidden_states, key_value_states, past_key_values)
         # the first half of the heads is the first softmax of every pair, the second half the second
         q, k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
-        mixer = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, sdpa_attention_forward)
+        config: Any = self.config
+        mixer = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, sdpa_attention_forward)
         both, weights = mixer(
             self,
             q,
@@ -126,9 +127,9 @@ class DifferentialMarianAttention(MarianAttention):
 
     def _keys_and_values(self, own: Tensor, other: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of this call with those of earlier ones; the other side's are projected once."""
-        crossing = other is not None
+        crossing, two_sided = other is not None, isinstance(past, EncoderDecoderCache)
         cache = past
-        if isinstance(past, EncoderDecoderCache):
+        if two_sided:
             cache = past.cross_attention_cache if crossing else past.self_attention_cache
             if crossing and past.is_updated.get(self.layer_idx):
                 kept = cache.layers[self.layer_idx]
@@ -137,7 +138,7 @@ class DifferentialMarianAttention(MarianAttention):
         k, v = self._heads(self.k_proj(read)), self._heads(self.v_proj(read))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-            if crossing and isinstance(past, EncoderDecoderCache):
+            if crossing and two_sided:
                 past.is_updated[self.layer_idx] = True
         return k, v
 
@@ -150,18 +151,20 @@ class DiffMarianMTModel(MarianMTModel):
     def __init__(self, config: DiffMarianConfig) -> None:
         # the parts are built from a config that says nothing beyond their sizes: whatever else it asks for, such as a
         # saved conversion, concerns the attention they are about to get
-        plain = MarianConfig(**{name: getattr(config, name) for name in MarianConfig.__annotations__ if name in vars(config)})
+        plain = MarianConfig(
+            **{name: getattr(config, name) for name in MarianConfig.__annotations__ if name in vars(config)}
+        )
         super().__init__(plain)
         if config._attn_implementation is None:
             config._attn_implementation = plain._attn_implementation
         for module in self.modules():
             if getattr(module, "config", None) is plain:
-                module.config = config
+                setattr(module, "config", config)  # noqa: B010  a module's attributes are typed as tensors and modules
         for half in (self.model.encoder, self.model.decoder):
             for number, layer in enumerate(half.layers):
                 for name in ("self_attn", "encoder_attn"):
-                    if (module := getattr(layer, name, None)) is not None:
-                        setattr(layer, name, DifferentialMarianAttention(module, number))
+                    if (attention := getattr(layer, name, None)) is not None:
+                        setattr(layer, name, DifferentialMarianAttention(attention, number))
         self.post_init()
 
     @torch.no_grad()
@@ -202,7 +205,8 @@ def build(
     if size not in SIZES:
         raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size!r}.")
     chosen = SIZES[size]
-    kind, model = (DiffMarianConfig, DiffMarianMTModel) if backbone == "diff" else (MarianConfig, MarianMTModel)
+    kind: Any = DiffMarianConfig if backbone == "diff" else MarianConfig
+    model: Any = DiffMarianMTModel if backbone == "diff" else MarianMTModel
     config = kind(
         vocab_size=vocabulary,
         decoder_vocab_size=vocabulary,

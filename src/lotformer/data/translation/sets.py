@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Recipe:
     corpora: tuple[str, ...] = ("multi30k",)
     source: str = "de"
     target: str = "en"
-    cleaning: Cleaning = Cleaning()
+    cleaning: Cleaning = field(default_factory=Cleaning)
     vocabulary: int = 10_000
     prefixes: tuple[Path, ...] = ()
 

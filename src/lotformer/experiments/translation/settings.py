@@ -38,7 +38,9 @@ class TranslationSettings(TrainSettings, PairSettings):
     backbone: Literal["transformer", "diff"] = setting("transformer", "Softmax or differential attention.")
     size: str = setting("iwslt", "iwslt (fairseq's transformer_iwslt_de_en), small or tiny.")
     dropout: float | None = setting(None, "Of the residual branches; 0.3, but for tiny.", at_least=0, at_most=1)
-    max_tokens: int = setting(4096, "Most tokens of a side per update, padding counted, over all processes.", at_least=1)
+    max_tokens: int = setting(
+        4096, "Most tokens of a side per update, padding counted, over all processes.", at_least=1
+    )
     batch_size: int = setting(1024, "Most sentences per update, over all processes.", at_least=1)
     beams: int = setting(5, "Beams when validation sentences are translated.", at_least=1)
     evaluated: int | None = setting(None, "Validation sentences that are translated; all if not given.", at_least=1)

@@ -41,9 +41,7 @@ class Translation:
 
     def stream(self, process: Process) -> TrainingStream:
         s, data = self.settings, EncodedPairs(self.pairs["train"], self.tokenizer)
-        batches = partial(
-            by_tokens, data.lengths(), s.max_tokens // s.accumulate, s.seed, max_sentences=s.part_size
-        )
+        batches = partial(by_tokens, data.lengths(), s.max_tokens // s.accumulate, s.seed, max_sentences=s.part_size)
         return LoaderStream(
             data,
             lambda epoch: batches(epoch=epoch),
