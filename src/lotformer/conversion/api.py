@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,9 @@ from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from ..ops.problem import Balance
 from . import hosts
+from .hosts.grids import patches_before
 from .hosts.sites import Site, Skipped, converted
+from .hosts.special_tokens import special_tokens
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
 from .recipe import Recipe
@@ -52,7 +55,10 @@ def convert(
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
-            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences.
+            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences. Vision
+            transformers get `window="2d"` and the `prefix_tokens` they have: patches read their neighbours and the
+            special tokens by softmax, without which trained models do not survive; `window=None, prefix_tokens=0`
+            turns both off.
 
     Returns:
         What was converted, what was left alone and why.
@@ -72,6 +78,7 @@ def convert(
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
+    recipe = replace(recipe, options={**_for_images(model, mechanism, sites), **settings})
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
@@ -136,6 +143,14 @@ def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, An
         if named[name] != default:
             settings.setdefault(name, named[name])
     return settings
+
+
+def _for_images(model: nn.Module, mechanism: str, sites: Sequence[Located]) -> dict[str, Any]:
+    """What a vision transformer needs of LOT unless told otherwise: its special tokens and a window of patches."""
+    if not takes(mechanism, "window") or any(patches_before(model, site.name) is None for _, site in sites):
+        return {}
+    counts = {special_tokens(model, site.name) for _, site in sites}
+    return {"window": "2d", "prefix_tokens": counts.pop()} if len(counts) == 1 else {}
 
 
 def choose(

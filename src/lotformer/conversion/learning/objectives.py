@@ -34,7 +34,7 @@ def loss(mechanism: Attention, seen: LayerInput, projection: Tensor | None, obje
 
 def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | None) -> Tensor:
     """`‖(o − o*) Woᵀ‖² / ‖o* Woᵀ‖²`: the relative error as the rest of the model sees it, after the projection."""
-    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask))
+    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask, grid=seen.grid))
     with torch.no_grad():
         target = widened(_softmax(mechanism)(seen.q, seen.k, seen.v, seen.mask, seen.mask))
     error, target = (x.transpose(1, 2).flatten(2) for x in (student - target, target))
@@ -61,7 +61,7 @@ def dense(mechanism: Attention, seen: LayerInput) -> Tensor:
     """The matrix `(B, H, N, M)` a mechanism applies to its values, read off by giving it the identity."""
     length = seen.k.shape[2]
     identity = torch.eye(length, dtype=seen.v.dtype, device=seen.v.device).expand(*seen.k.shape[:2], length, length)
-    return mechanism(seen.q, seen.k, zero_padding(identity, seen.mask), seen.mask, seen.mask)
+    return mechanism(seen.q, seen.k, zero_padding(identity, seen.mask), seen.mask, seen.mask, grid=seen.grid)
 
 
 def _softmax(mechanism: Attention) -> SoftmaxAttention:
