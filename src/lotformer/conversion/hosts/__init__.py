@@ -27,7 +27,12 @@ class Host(Protocol):
         """Called when the mechanisms of the given modules are gone; undoes `attach` exactly."""
 
 
-_MODULES = {"huggingface": "transformers", "timm_vit": "timm", "torch_mha": "torch"}
+_MODULES = {
+    "huggingface": "transformers",
+    "timm_vit": "timm",
+    "diffusers_unet": "diffusers",
+    "torch_mha": "torch",
+}
 
 
 def present() -> dict[str, Host]:
