@@ -69,13 +69,14 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
-        data: a fingerprint of the batches.
+        data: a fingerprint of the batches. batches: what the model was called with.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, memory_limit: int) -> None:
         self.names = [name for name, _ in require_converted(model)]
         require_batches(batches)
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        self.batches: list[Batch] = []
         self._kept: list[dict[str, LayerInput] | Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
@@ -87,6 +88,7 @@ class Activations:
             for batch in batches:
                 self._keep(self._record(model, batch))
                 data.add(batch)
+                self.batches.append(batch)
         except BaseException:
             self.close()
             raise

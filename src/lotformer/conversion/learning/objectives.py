@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.masking import zero_padding
 from ...attention.softmax import SoftmaxAttention
+from ...data.batches import Batch
 from ...training.precision import widened
-from .activations import LayerInput
+from ..hosts.sites import mechanism_of, require_converted
+from .activations import Activations, LayerInput
 
 Objective = Literal["output", "attention", "both"]
 
@@ -42,6 +44,17 @@ def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | No
         weight = widened(projection).mT
         error, target = error @ weight, target @ weight
     return error.square().sum() / target.square().sum().clamp_min(1e-12)
+
+
+@torch.no_grad()
+def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """The output error of every converted layer on one batch, with the mechanisms as they are."""
+    with Activations(model, [batch], memory_limit=1 << 40) as cache:
+        seen = cache[0]
+        return {
+            name: float(output_error(mechanism_of(module), seen[name], cache.projections[name]))
+            for name, module in require_converted(model)
+        }
 
 
 def row_cross_entropy(mechanism: Attention, seen: LayerInput) -> Tensor:
