@@ -59,9 +59,9 @@ def convert(
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
             `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences. Vision
-            transformers get `window="2d"` and the `prefix_tokens` they have: patches read their neighbours and the
-            special tokens by softmax, without which trained models do not survive; `window=None, prefix_tokens=0`
-            turns both off.
+            transformers get `window="2d"`, `window_size=5` and the `prefix_tokens` they have: patches read their
+            neighbours and the special tokens by softmax, without which trained models do not survive;
+            `window=None, prefix_tokens=0` turns both off.
 
     Returns:
         What was converted, what was left alone and why.
@@ -190,7 +190,7 @@ def _for_images(model: nn.Module, mechanism: str, sites: Sequence[Located]) -> d
     if not takes(mechanism, "window") or any(patches_before(model, site.name) is None for _, site in sites):
         return {}
     counts = {special_tokens(model, site.name) for _, site in sites}
-    return {"window": "2d", "prefix_tokens": counts.pop()} if len(counts) == 1 else {}
+    return {"window": "2d", "window_size": 5, "prefix_tokens": counts.pop()} if len(counts) == 1 else {}
 
 
 def choose(

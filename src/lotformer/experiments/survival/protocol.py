@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-128": {"rank": 128},
     "lot-fixed": {"rank": 32, "pivots": "fixed"},
     "lot-keys": {"rank": 32, "balance": "keys"},
-    "lot-window-5": {"rank": 32, "window_size": 5},
+    "lot-window-3": {"rank": 32, "window_size": 3},
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
