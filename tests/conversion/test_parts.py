@@ -200,3 +200,19 @@ def test_a_sentence_transformer(sentences, tmp_path):
     assert (again.encode(texts) == expected).all()
     body = transformers.AutoModel.from_pretrained(tmp_path / "saved")
     assert len(converted(body)) == 2
+
+
+def test_a_sentence_transformer_learns_as_a_whole(sentences):
+    """Calibration sees its attention, and fine-tuning follows the embeddings that it returns."""
+    batches = [sentences.tokenize(["a cat sat", "a cat sat down", "down"])]
+    kept = {name: tensor.clone() for name, tensor in batches[0].items() if isinstance(tensor, torch.Tensor)}
+    original = torch.as_tensor(sentences.encode(["a cat sat down"]))
+    lotformer.convert(sentences, rank=5)
+    report = lotformer.calibrate(sentences, batches, steps=10)
+    assert report.mean_error_after < report.mean_error_before
+    calibrated = torch.as_tensor(sentences.encode(["a cat sat down"]))
+    tuned = lotformer.finetune(sentences, batches, steps=5, lr=1e-3)
+    assert tuned.losses[-1] < tuned.losses[0]
+    after = torch.as_tensor(sentences.encode(["a cat sat down"]))
+    assert (after @ original.T).item() > (calibrated @ original.T).item()
+    assert all(torch.equal(batches[0][name], tensor) for name, tensor in kept.items())

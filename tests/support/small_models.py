@@ -108,6 +108,11 @@ def _timm() -> nn.Module:
     )
 
 
+def _eva(**options: Any) -> Callable[[], nn.Module]:
+    sizes = {"img_size": 20, "patch_size": 5, "embed_dim": 24, "num_heads": 3, "depth": 2, "num_classes": 5}
+    return lambda: _randomised(timm.models.eva.Eva(**sizes, use_rot_pos_emb=True, **options))
+
+
 _DISTIL = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 20, "vocab_size": 60, "max_position_embeddings": 40}
 _MODERN = {**_TEXT, "global_attn_every_n_layers": 2, "local_attention": 4, "pad_token_id": 0, "cls_token_id": 1,
            "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -125,6 +130,8 @@ SMALL: dict[str, Small] = {
     "marian": Small(_hf("MarianMTModel", transformers.MarianConfig, _SEQ2SEQ), _pair, 2, 4),
     "bart": Small(_hf("BartModel", transformers.BartConfig, _SEQ2SEQ), _pair, 2, 4),
     "timm-vit": Small(_timm, lambda: _pixels()["pixel_values"]),
+    "timm-eva": Small(_eva(qkv_fused=False), lambda: _pixels()["pixel_values"]),
+    "timm-rope": Small(_eva(attn_type="rope", num_reg_tokens=2), lambda: _pixels()["pixel_values"]),
     "torch-encoder": Small(torch_encoder, lambda: torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(1))),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..nn.checks import require_count, require_positive
 from ..nn.depthwise import ConvKind, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, KeyMassKind, masses_of, mean_of_real
+from ..nn.near_keys import NearKeys, WindowKind, window_cost
 from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotInit, PivotMeasure
 from ..nn.prefix import PrefixRows
@@ -106,6 +107,15 @@ class LOTOptions(TypedDict, total=False):
         ),
     ]
     kernel_size: Annotated[int, Option(3, "width of that convolution, odd.")]
+    window: Annotated[
+        WindowKind | None,
+        Option(
+            None,
+            "let the tokens after the prefix read the prefix and their neighbours by softmax, and transport the rest "
+            'of their rows (`NearKeys`): "1d" along the sequence, "2d" on the grid.',
+        ),
+    ]
+    window_size: Annotated[int, Option(3, "width of that window, odd.")]
     backend: Annotated[str | None, Option(None, "None picks the fastest that can run the problem; a name forces it.")]
 
 
@@ -159,6 +169,8 @@ class LOT(Attention):
         )
         conv, width = o["local_conv"], num_heads * head_dim
         self.local = DepthwiseMixing(width, conv, o["kernel_size"]) if conv is not None else None
+        window = o["window"]
+        self.near = NearKeys(num_heads, head_dim, window, o["window_size"]) if window is not None else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -181,14 +193,11 @@ class LOT(Attention):
         *,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        if (self.prefix is not None or self.local is not None) and q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"prefix tokens and local mixing need self-attention, got {q.shape[2]} queries and {k.shape[2]} keys."
-            )
-        self._require_prefix(q.shape[2])
+        self._require_self_attention(q, k)
         body = self._body
         points, log_masses = self.pivots(k)
         body_key_mask, body_query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        near, share = self._near(q, k, v, key_mask, query_mask, grid)
         if self.pooling is not None:
             points = points + self.pooling(body(k), body_key_mask)
         out = lot_attention(
@@ -201,10 +210,13 @@ class LOT(Attention):
             scale=self.scale,
             query_mask=body_query_mask,
             key_mask=body_key_mask,
+            query_masses=_left_over(share, body_query_mask),
             key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask),
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
+        if near is not None and share is not None:
+            out = out.lerp(near.to(out.dtype), share[..., None].to(out.dtype))
         rows = None
         if self.prefix is not None:
             head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
@@ -213,6 +225,8 @@ class LOT(Attention):
 
     def why_formed(self) -> str | None:
         """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""
+        if self.near is not None:
+            return "a window compares queries with keys"
         return None if self.pooling is None else "input-aware pivots are pooled from the keys"
 
     def is_cheaper_unformed(self, width: int, tokens: int | None) -> bool:
@@ -341,10 +355,21 @@ class LOT(Attention):
         return torch.cat([zero_padding(rows, self._prefix_mask(query_mask)), out], 2)
 
     def coupling(
-        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
     ) -> Coupling:
-        """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix."""
+        """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix.
+
+        With a window, the masses of the queries are what their rows leave to be transported.
+        """
         self._check(q, k, k, key_mask, query_mask)
+        self._require_self_attention(q, k)
+        _, share = self._near(q, k, None, key_mask, query_mask, grid)
         q, k = self._body(q), self._body(k)
         key_mask, query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
         points, log_masses = self.pivots(k)
@@ -357,6 +382,7 @@ class LOT(Attention):
             scale=self.scale,
             query_mask=query_mask,
             key_mask=key_mask,
+            query_masses=_left_over(share, query_mask),
             key_masses=self.key_masses(q, k, key_mask, query_mask),
             backend=self.backend,
         )
@@ -365,6 +391,32 @@ class LOT(Attention):
     def is_matrix(self) -> bool:
         """A convolution per channel is not one matrix per head."""
         return self.local is None
+
+    def _near(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the tokens after the prefix read by softmax, and the share of their rows that it is."""
+        if self.near is None or q.shape[2] == self.prefix_tokens:
+            return None, None
+        clean_q, clean_k = zero_padding(q, query_mask), zero_padding(k, key_mask)
+        clean_v = None if v is None else zero_padding(v, key_mask)
+        near, share = self.near(self._body(clean_q), clean_k, clean_v, key_mask, grid)
+        return None if near is None else zero_padding(near, self._body_mask(query_mask)), share
+
+    def _require_self_attention(self, q: Tensor, k: Tensor) -> None:
+        parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.near}
+        needy = [name for name, part in parts.items() if part is not None]
+        if needy and q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"{' and '.join(needy)}: self-attention only, got {q.shape[2]} queries and {k.shape[2]} keys."
+            )
+        self._require_prefix(q.shape[2])
 
     def _body(self, x: Tensor) -> Tensor:
         return x[:, :, self.prefix_tokens :] if self.prefix_tokens else x
@@ -389,6 +441,16 @@ class LOT(Attention):
         }
 
 
+def _left_over(share: Tensor | None, query_mask: Tensor | None) -> Tensor | None:
+    """Masses of the queries of which near keys take this share: they have that much less to send."""
+    if share is None:
+        return None
+    left = (1 - share).clamp_min(1e-6)
+    if query_mask is not None:
+        left = left.masked_fill(~query_mask[:, None], 0.0)
+    return left / left.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
 def _require_one_of(name: str, value: str, kind: Any) -> None:
     if value not in get_args(kind):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
@@ -405,19 +467,21 @@ def cost(
     iters: int = 5,
     pivots: PivotKind = "fixed",
     balance: Balance = "both",
+    window: WindowKind | None = None,
+    window_size: int = 3,
     **_: object,
 ) -> Cost:
     """Four n·r·d products and T sweeps over the n·r kernel of each solved side; the fused kernel moves q, k, v and out
     once.
 
-    Input-aware pivots add two products.
+    Input-aware pivots add two products, a window two with the candidates of a token.
     """
-    sweeps = 4.0 * _SOLVED_SIDES[balance] * iters * n * rank
-    transport = Cost(flops=8.0 * n * rank * d + sweeps, bytes=16.0 * n * d)
-    pooling = Cost(flops=4.0 * n * rank * d, bytes=8.0 * n * d)
-    if pivots == "fixed":
-        return transport
-    return Cost(flops=transport.flops + pooling.flops, bytes=transport.bytes + pooling.bytes)
+    flops, moved = 8.0 * n * rank * d + 4.0 * _SOLVED_SIDES[balance] * iters * n * rank, 16.0 * n * d
+    if pivots != "fixed":
+        flops, moved = flops + 4.0 * n * rank * d, moved + 8.0 * n * d
+    if window is not None:
+        flops, moved = flops + window_cost(window_size, window, n, d), moved + 8.0 * n * d * window_size
+    return Cost(flops=flops, bytes=moved)
 
 
 ENTRY = Entry(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,7 +14,10 @@ from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from ..ops.problem import Balance
 from . import hosts
+from .hosts.grids import patches_before
 from .hosts.sites import Site, Skipped, converted, require_unfolded
+from .hosts.special_tokens import special_tokens
+from .learning.objectives import fresh_errors
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
 from .recipe import Recipe
@@ -32,7 +36,8 @@ def convert(
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
     balance: Balance = "both",
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | Literal["auto"] | None = None,
+    budget: int | None = None,
     probe: Batch | None = None,
     **options: Any,
 ) -> ConversionReport:
@@ -50,9 +55,13 @@ def convert(
             `N ×` a learned mass, which the attention sinks of trained models need. `balance="keys"` keeps these column
             sums and solves for the keys alone; "none" gives them up (`lot_attention`).
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
+            "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
-            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences.
+            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences. Vision
+            transformers get `window="2d"`, `window_size=5` and the `prefix_tokens` they have: patches read their
+            neighbours and the special tokens by softmax, without which trained models do not survive;
+            `window=None, prefix_tokens=0` turns both off.
 
     Returns:
         What was converted, what was left alone and why.
@@ -63,6 +72,14 @@ def convert(
             unknown or refuses its options, or a name in `layers` is not a convertible attention module.
     """
     _require_module(model)
+    if (layers == "auto") != (budget is not None):
+        raise ValueError(
+            'layers="auto" and budget, the number of layers that keep softmax, belong together: '
+            f"got layers={layers!r} and budget={budget!r}."
+        )
+    if layers == "auto":
+        named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance}
+        return _convert_all_but(model, mechanism, budget, probe, **named, **options)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
     named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance}
@@ -72,6 +89,7 @@ def convert(
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
+    recipe = replace(recipe, options={**_for_images(model, mechanism, sites), **settings})
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
@@ -94,16 +112,45 @@ def convert(
     )
 
 
-def revert(model: nn.Module) -> None:
+def _convert_all_but(
+    model: nn.Module, mechanism: str, budget: int | None, probe: Batch | None, **options: Any
+) -> ConversionReport:
+    """Convert everything, see where that costs most, and start again without those layers."""
+    if not isinstance(budget, int) or budget < 0:
+        raise ValueError(f"budget must be a number of layers, 0 or more, got {budget!r}.")
+    if probe is None:
+        raise ValueError('layers="auto" looks at what the layers do: give a batch of real inputs, `probe=`.')
+    report = convert(model, mechanism, probe=probe, **options)
+    try:
+        errors = fresh_errors(model, probe)
+    finally:
+        take_out(model)
+    if budget >= len(errors):
+        raise ValueError(f"budget must leave something to convert: the model has {len(errors)} layers, got {budget}.")
+    kept = sorted(errors, key=errors.__getitem__, reverse=True)[:budget]
+    chosen = [layer.name for layer in report.converted if layer.name not in kept]
+    return convert(model, mechanism, layers=chosen, probe=probe, **options)
+
+
+def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
     """Give the model its original attention back, exactly; the mechanisms and what they learned are dropped.
 
     Weights outside the mechanisms are not touched: what fine-tuning changed stays changed.
+
+    Args:
+        layers: names of converted attention modules to revert, the others stay converted; None for all.
     """
     _require_module(model)
-    if not converted(model):
+    known = [name for name, _ in converted(model)]
+    if not known:
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert.")
     require_unfolded(model, "revert")
-    take_out(model)
+    if isinstance(layers, str):
+        raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
+    for name in layers or ():
+        if name not in known:
+            raise ValueError(f"no converted attention module is called {name!r}. Converted: {', '.join(known)}.")
+    take_out(model, layers)
 
 
 def default_recipe() -> Recipe:
@@ -137,6 +184,14 @@ def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, An
         if named[name] != default:
             settings.setdefault(name, named[name])
     return settings
+
+
+def _for_images(model: nn.Module, mechanism: str, sites: Sequence[Located]) -> dict[str, Any]:
+    """What a vision transformer needs of LOT unless told otherwise: its special tokens and a window of patches."""
+    if not takes(mechanism, "window") or any(patches_before(model, site.name) is None for _, site in sites):
+        return {}
+    counts = {special_tokens(model, site.name) for _, site in sites}
+    return {"window": "2d", "window_size": 5, "prefix_tokens": counts.pop()} if len(counts) == 1 else {}
 
 
 def choose(

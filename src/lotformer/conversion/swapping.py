@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -106,9 +106,13 @@ class Snapshot:
             module.__dict__.update(attributes, _modules=modules, _parameters=parameters)
 
 
-def take_out(model: nn.Module) -> None:
-    """Take the mechanisms away: the model attends by softmax again, bit for bit as before."""
-    found = [(record.host, module) for _, module in converted(model) if (record := record_of(module)) is not None]
+def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
+    """Take the mechanisms of the named layers away, or all: there the model attends by softmax again, as before."""
+    found = [
+        (record.host, module)
+        for name, module in converted(model)
+        if (record := record_of(module)) is not None and (layers is None or name in layers)
+    ]
     for _, module in found:
         record = uninstall(module)
         if record.grid is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,15 +53,23 @@ def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """The model's output on a batch of any of the accepted forms."""
+    """The model's output on a batch of any of the accepted forms.
+
+    A `SentenceTransformer` takes a mapping as it is and writes its results into it: it gets a copy.
+    """
     inputs = inputs_of(batch)
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    if not isinstance(inputs, Mapping):
+        return model(inputs)
+    whole = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
+    if whole is not None and isinstance(model, whole):
+        return model(dict(inputs))
+    return model(**inputs)
 
 
 def main_tensor(output: Any) -> Tensor:
     """The tensor that matters in an output: the last hidden state, the logits, or the first tensor there is."""
-    for name in ("last_hidden_state", "logits", "sample"):
-        value = getattr(output, name, None)
+    for name in ("last_hidden_state", "logits", "sample", "sentence_embedding"):
+        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
         if isinstance(value, Tensor):
             return value
     if isinstance(output, Tensor):

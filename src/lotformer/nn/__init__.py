@@ -1,8 +1,9 @@
-"""What mechanisms share: pivots, key masses, prefix rows, local mixing, feature maps, linear attention."""
+"""What mechanisms share: pivots, key masses, prefix rows, near keys, local mixing, feature maps, linear attention."""
 
 from .depthwise import DepthwiseMixing
 from .key_masses import KeyMasses
 from .linear import linear_attention
+from .near_keys import NearKeys
 from .pivot_pooling import PivotPooling
 from .pivots import PivotMeasure
 from .prefix import PrefixRows
@@ -11,6 +12,7 @@ from .undecayed import Undecayed, no_weight_decay
 __all__ = [
     "DepthwiseMixing",
     "KeyMasses",
+    "NearKeys",
     "PivotMeasure",
     "PivotPooling",
     "PrefixRows",

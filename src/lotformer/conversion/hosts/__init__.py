@@ -39,7 +39,12 @@ class Host(Protocol):
         """Let a module hand its input to the mechanism in place of queries and keys."""
 
 
-_MODULES = {"huggingface": "transformers", "timm_vit": "timm", "torch_mha": "torch"}
+_MODULES = {
+    "huggingface": "transformers",
+    "timm_vit": "timm",
+    "diffusers_unet": "diffusers",
+    "torch_mha": "torch",
+}
 
 
 def present() -> dict[str, Host]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...nn.depthwise import DepthwiseMixing
+from ...nn.near_keys import NearKeys
 
 
 class Grid:
@@ -41,9 +42,10 @@ class Grids:
 
     def of(self, name: str, mechanism: Attention) -> Grid | None:
         """The grid of the module called `name`; None if its mechanism needs none or the host has none."""
-        if not any(isinstance(part, DepthwiseMixing) and part.kind == "2d" for part in mechanism.modules()):
+        flat = (DepthwiseMixing, NearKeys)
+        if not any(isinstance(part, flat) and part.kind == "2d" for part in mechanism.modules()):
             return None
-        patches = _patches(self._model, name)
+        patches = patches_before(self._model, name)
         if patches is None:
             return None
         if id(patches) not in self._grids:
@@ -53,7 +55,7 @@ class Grids:
         return grid
 
 
-def _patches(model: nn.Module, name: str) -> nn.Conv2d | None:
+def patches_before(model: nn.Module, name: str) -> nn.Conv2d | None:
     """The convolution that makes the patches which reach the module called `name`: that of its nearest enclosure."""
     while name:
         name = name.rpartition(".")[0]

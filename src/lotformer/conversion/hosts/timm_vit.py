@@ -1,4 +1,4 @@
-"""timm's vision transformers: the `Attention` layer that ViT, DeiT and most of their relatives share."""
+"""timm's vision transformers: the `Attention` layer of ViT, DeiT and most of their relatives, and the rotary ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .sites import Site, Skipped, is_folded, mix, relative_scale
 _torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
 
 from timm.layers.attention import Attention as TimmAttention  # noqa: E402
+
+from .timm_rotary import AttentionRope, ConvertedAttentionRope, ConvertedEvaAttention, EvaAttention  # noqa: E402
 
 
 class ConvertedTimmAttention(TimmAttention):
@@ -36,17 +38,27 @@ class ConvertedTimmAttention(TimmAttention):
         return self.proj_drop(self.proj(out))
 
 
+_CONVERTED: dict[type[nn.Module], type[nn.Module]] = {
+    TimmAttention: ConvertedTimmAttention,
+    AttentionRope: ConvertedAttentionRope,
+    EvaAttention: ConvertedEvaAttention,
+}
+_ORIGINAL = {converted: original for original, converted in _CONVERTED.items()}
+
+
 def find(model: nn.Module) -> list[Site | Skipped]:
     """Every attention module of timm's in the model."""
     found: list[Site | Skipped] = []
     for name, module in model.named_modules():
-        if type(module) in (TimmAttention, ConvertedTimmAttention):
+        if type(module) in _CONVERTED or type(module) in _ORIGINAL:
             found.append(Site(name, module, module.num_heads, module.head_dim))
         elif type(module).__module__.startswith("timm.") and "Attention" in type(module).__name__:
             if any("relative_position" in part or "rel_pos" in part for part in dict(module.named_parameters())):
                 reason = "it adds a position bias to its scores"
             else:
-                reason = "only timm.layers.Attention (ViT, DeiT and relatives) is converted"
+                reason = (
+                    "only timm's Attention, AttentionRope and EvaAttention (ViT, DeiT, EVA and relatives) are converted"
+                )
             found.append(Skipped(name, module, reason))
     return found
 
@@ -54,23 +66,24 @@ def find(model: nn.Module) -> list[Site | Skipped]:
 def attach(model: nn.Module, modules: list[nn.Module]) -> None:
     """Let the modules run their mechanisms."""
     for module in modules:
-        module.__class__ = ConvertedTimmAttention
+        module.__class__ = _CONVERTED.get(type(module), type(module))
 
 
 def detach(model: nn.Module, modules: list[nn.Module]) -> None:
     """Let the modules run softmax again."""
     for module in modules:
-        module.__class__ = TimmAttention
+        module.__class__ = _ORIGINAL[type(module)]
 
 
 def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
     """The first two thirds of `qkv`."""
+    if not isinstance(module, TimmAttention):
+        return "queries and keys are turned by their positions, so their scores are not linear in the input"
     qkv, norms = module.qkv, (module.q_norm, module.k_norm)
     if type(qkv) is not nn.Linear:
         return f"its projection is a {type(qkv).__name__}, not a plain linear map"
     if not all(isinstance(norm, nn.Identity) for norm in norms):
         return "queries and keys are normalised, so their scores are not linear in the input"
-    assert isinstance(module, TimmAttention)
     return Projections.of(qkv.weight, qkv.bias, num_heads, head_dim, relative_scale(module.scale, head_dim))
 
 

@@ -102,7 +102,7 @@ def detach(model: nn.Module, modules: list[nn.Module]) -> None:
     for module in modules:
         module.__class__ = nn.MultiheadAttention
     for module in model.modules():
-        if _NESTED in module.__dict__:
+        if _NESTED in module.__dict__ and not any(map(record_of, module.modules())):
             module.use_nested_tensor = module.__dict__.pop(_NESTED)
 
 

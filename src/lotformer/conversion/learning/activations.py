@@ -20,27 +20,29 @@ from ..hosts.sites import require_converted, substituted
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Queries, keys and values `(B, H, N, D)` of one layer on one batch, and its key mask `(B, N)` or None."""
+    """Queries, keys and values `(B, H, N, D)` of one layer on one batch, its key mask `(B, N)` or None, and the
+    grid of its tokens where the host knows one."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    grid: tuple[int, int] | None = None
 
 
 def _moved(layer_input: LayerInput, device: torch.device) -> LayerInput:
     """The same on another device, contiguous: views into larger buffers would hold more than they must."""
     mask = layer_input.mask
     q, k, v = (x.to(device).contiguous() for x in (layer_input.q, layer_input.k, layer_input.v))
-    return LayerInput(q, k, v, None if mask is None else mask.to(device))
+    return LayerInput(q, k, v, None if mask is None else mask.to(device), layer_input.grid)
 
 
 def _joined(before: LayerInput, now: LayerInput) -> LayerInput:
     """One batch out of two: a layer that a model runs several times (ALBERT) has to serve all of them."""
     q, k, v = (torch.cat(pair) for pair in ((before.q, now.q), (before.k, now.k), (before.v, now.v)))
     if before.mask is None or now.mask is None:
-        return LayerInput(q, k, v, None)  # the host passes one mask, or none, to all runs of a layer
-    return LayerInput(q, k, v, torch.cat((before.mask, now.mask)))
+        return LayerInput(q, k, v, None, now.grid)  # the host passes one mask, or none, to all runs of a layer
+    return LayerInput(q, k, v, torch.cat((before.mask, now.mask)), now.grid)
 
 
 class _Recorder(SoftmaxAttention):
@@ -53,7 +55,7 @@ class _Recorder(SoftmaxAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
                 query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-        now, before = LayerInput(q, k, v, key_mask), self.seen.get(self.name)
+        now, before = LayerInput(q, k, v, key_mask, grid), self.seen.get(self.name)
         self.seen[self.name] = now if before is None else _joined(before, now)
         return super().forward(q, k, v, key_mask, query_mask)
 
@@ -67,13 +69,14 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
-        data: a fingerprint of the batches.
+        data: a fingerprint of the batches. batches: what the model was called with.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, memory_limit: int) -> None:
         self.names = [name for name, _ in require_converted(model)]
         require_batches(batches)
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        self.batches: list[Batch] = []
         self._kept: list[dict[str, LayerInput] | Path] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
@@ -85,6 +88,7 @@ class Activations:
             for batch in batches:
                 self._keep(self._record(model, batch))
                 data.add(batch)
+                self.batches.append(batch)
         except BaseException:
             self.close()
             raise
@@ -162,5 +166,5 @@ class Activations:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="lotformer-activations-")
         path = Path(self._folder.name) / f"{len(self._kept):06d}.pt"
-        torch.save({name: (i.q, i.k, i.v, i.mask) for name, i in seen.items()}, path)
+        torch.save({name: (i.q, i.k, i.v, i.mask, i.grid) for name, i in seen.items()}, path)
         self._kept.append(path)

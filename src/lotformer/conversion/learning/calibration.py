@@ -21,10 +21,13 @@ from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates
 from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_unfolded
+from ..measuring.forecast import Forecast, forecast
 from .activations import Activations
 from .exact_share import ExactShare
 from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
+
+_FORECAST_BATCHES = 4  # each is run twice, the first one once more for every layer
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class CalibrationReport:
             batches (on all batches if there are too few to hold any back).
         losses: the objective, averaged over layers, at every step. best_step: whose parameters were kept.
         stopped: "finished" or "no improvement".
+        forecast: what to expect of the whole model, from the held-back batches: errors of layers compound.
     """
 
     objective: Objective
@@ -46,6 +50,7 @@ class CalibrationReport:
     error_before: dict[str, float]
     error_after: dict[str, float]
     losses: tuple[float, ...]
+    forecast: Forecast | None = None
 
     @property
     def mean_error_before(self) -> float:
@@ -59,6 +64,7 @@ class CalibrationReport:
         return (
             f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}): "
             f"mean relative output error {self.mean_error_before:.3f} → {self.mean_error_after:.4f}"
+            + ("" if self.forecast is None else f"; {self.forecast}")
         )
 
 
@@ -143,6 +149,8 @@ def calibrate(
         finally:
             solver.restore()
         work.keep_best()
+        held = [cache.batches[index] for index in work.held[:_FORECAST_BATCHES]]
+    expected = forecast(model, held)
     return CalibrationReport(
         objective=objective,
         steps=loop.step,
@@ -152,6 +160,7 @@ def calibrate(
         error_before=work.first_errors,
         error_after=work.best_errors,
         losses=tuple(loop.losses),
+        forecast=expected,
     )
 
 

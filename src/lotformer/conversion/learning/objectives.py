@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.masking import zero_padding
 from ...attention.softmax import SoftmaxAttention
+from ...data.batches import Batch
 from ...training.precision import widened
-from .activations import LayerInput
+from ..hosts.sites import mechanism_of, require_converted
+from .activations import Activations, LayerInput
 
 Objective = Literal["output", "attention", "both"]
 
@@ -34,7 +36,7 @@ def loss(mechanism: Attention, seen: LayerInput, projection: Tensor | None, obje
 
 def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | None) -> Tensor:
     """`‖(o − o*) Woᵀ‖² / ‖o* Woᵀ‖²`: the relative error as the rest of the model sees it, after the projection."""
-    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask))
+    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask, grid=seen.grid))
     with torch.no_grad():
         target = widened(_softmax(mechanism)(seen.q, seen.k, seen.v, seen.mask, seen.mask))
     error, target = (x.transpose(1, 2).flatten(2) for x in (student - target, target))
@@ -42,6 +44,17 @@ def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | No
         weight = widened(projection).mT
         error, target = error @ weight, target @ weight
     return error.square().sum() / target.square().sum().clamp_min(1e-12)
+
+
+@torch.no_grad()
+def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """The output error of every converted layer on one batch, with the mechanisms as they are."""
+    with Activations(model, [batch], memory_limit=1 << 40) as cache:
+        seen = cache[0]
+        return {
+            name: float(output_error(mechanism_of(module), seen[name], cache.projections[name]))
+            for name, module in require_converted(model)
+        }
 
 
 def row_cross_entropy(mechanism: Attention, seen: LayerInput) -> Tensor:
@@ -61,7 +74,7 @@ def dense(mechanism: Attention, seen: LayerInput) -> Tensor:
     """The matrix `(B, H, N, M)` a mechanism applies to its values, read off by giving it the identity."""
     length = seen.k.shape[2]
     identity = torch.eye(length, dtype=seen.v.dtype, device=seen.v.device).expand(*seen.k.shape[:2], length, length)
-    return mechanism(seen.q, seen.k, zero_padding(identity, seen.mask), seen.mask, seen.mask)
+    return mechanism(seen.q, seen.k, zero_padding(identity, seen.mask), seen.mask, seen.mask, grid=seen.grid)
 
 
 def _softmax(mechanism: Attention) -> SoftmaxAttention:

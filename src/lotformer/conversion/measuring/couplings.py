@@ -49,17 +49,18 @@ class _Inspector(Attention):
                 query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
         real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
         count = real.sum(-1)[:, None, None]
-        if isinstance(self.mechanism, LOT) and not self.mechanism.prefix_tokens:
-            plan = self.mechanism.coupling(q, k, key_mask, query_mask)
-            sums, expected = plan.column_sums(), count * plan.key_masses
-            inside = real[:, None].expand_as(sums)
-            relative = (sums - expected).abs() / expected.expand_as(sums).clamp_min(1e-30)
-            self.residuals.append(relative[inside])
-        else:
+        sums: Tensor | None = None
+        if isinstance(self.mechanism, LOT):
+            prefix = self.mechanism.prefix_tokens
+            plan = self.mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
+            carried, expected = plan.column_sums(), (count - prefix) * plan.key_masses
+            relative = (carried - expected).abs() / expected.expand_as(carried).clamp_min(1e-30)
+            self.residuals.append(relative[real[:, None, prefix:].expand_as(relative)])
+            sums = carried if not prefix and self.mechanism.near is None else None  # the plan is the whole matrix
+        if sums is None:
             identity = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
-            sums = self.mechanism(q, k, zero_padding(identity, key_mask), key_mask, query_mask).sum(-2)
-            inside = real[:, None].expand_as(sums)
-        self.errors.append((sums - 1).abs()[inside])
+            sums = self.mechanism(q, k, zero_padding(identity, key_mask), key_mask, query_mask, grid=grid).sum(-2)
+        self.errors.append((sums - 1).abs()[real[:, None].expand_as(sums)])
         return self.mechanism(q, k, v, key_mask, query_mask, grid=grid)
 
 

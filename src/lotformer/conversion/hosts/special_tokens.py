@@ -1,0 +1,29 @@
+"""How many special tokens ([CLS], distillation, registers) a vision transformer puts before its patches."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+_NAMES = ("cls_token", "class_embedding", "distillation_token", "dist_token", "register_tokens", "reg_token")
+
+
+def special_tokens(model: nn.Module, name: str) -> int:
+    """The number in front of the sequence that reaches the module called `name`; 0 if its model has none.
+
+    timm says it; Hugging Face's models hold one parameter for each kind in the part that makes the embeddings.
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        enclosure = model.get_submodule(name)
+        told = getattr(enclosure, "num_prefix_tokens", None)
+        if isinstance(told, int):
+            return told
+        own = [p for n, p in enclosure.named_parameters() if n.rpartition(".")[2] in _NAMES]
+        if own:
+            return sum(map(_count, own))
+    return 0
+
+
+def _count(tokens: Tensor) -> int:
+    """`(C)` and `(1, 1, C)` are one token, `(1, n, C)` are n."""
+    return tokens.shape[-2] if tokens.dim() > 1 else 1

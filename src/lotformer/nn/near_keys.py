@@ -1,0 +1,137 @@
+"""The few keys that a token is known to need, read by softmax: what no matrix of low rank can carry."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import require_count
+from .depthwise import square_grid
+from .undecayed import Undecayed
+
+WindowKind = Literal["1d", "2d"]
+
+_CHUNK = 16  # tokens along a sequence that share their candidates: small wastes no products, large no calls
+
+
+class NearKeys(nn.Module):
+    """Softmax over the prefix and the neighbours of a token, and the share of its row that they deserve.
+
+    Heads of trained models look at the token itself, at the tokens beside it and at the special tokens in front. The
+    first two are a band along the diagonal, which has full rank; the third is a sink. For query i, S_i these keys and
+    n the number of real keys after the prefix,
+
+        out_i = Σ_{j∈S_i} softmax_j(q_i·k_j / √D) v_j,        λ_i = σ(log Σ_{j∈S_i} exp(q_i·k_j / √D) − ρ_i),
+        ρ_i = w_h·q_i + α_h q_i·k̄ / √D + b_h + log n,         k̄ the mean of those keys.
+
+    λ_i is softmax's own share for S_i if ρ_i is the log-sum over all other keys. That one would take a pass over all
+    of them, so it is learned: w and b start at 0 and α at 1, where every other key is like the mean one.
+
+    Args:
+        kind: neighbours along the sequence ("1d") or on the grid of the tokens after the prefix ("2d").
+        size: width of the window, odd; 1 is the token alone.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, kind: WindowKind, size: int = 3) -> None:
+        super().__init__()
+        if kind not in get_args(WindowKind):
+            raise ValueError(f"window must be None, '1d' or '2d', got {kind!r}.")
+        require_count("window_size", size)
+        if size % 2 == 0:
+            raise ValueError(f"window_size must be odd, so that a token is in the middle; got {size}.")
+        self.kind = kind
+        self.size = size
+        self.direction = Undecayed(num_heads, head_dim)
+        self.mean_weight = Undecayed(num_heads)
+        self.offset = Undecayed(num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.direction.bias)
+        nn.init.ones_(self.mean_weight.bias)
+        nn.init.zeros_(self.offset.bias)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        key_mask: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """What is read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
+
+        Args:
+            q: `(B, H, N, D)`, the queries after the prefix. k, v: `(B, H, P + N, ·)`, with the P tokens of the prefix
+                in front; padding is clean. key_mask: `(B, P + N)`. grid: of the N tokens.
+        """
+        with torch.autocast(q.device.type, enabled=False):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            q, k = q.to(dtype), k.to(dtype)
+            batch, heads, length, dim = q.shape
+            prefix = k.shape[2] - length
+            real = k.new_ones(1, k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+            rows, columns, reach = self._layout(length, grid)
+            padding = rows * columns - length  # of the last row of a sequence; a grid is full
+            q_rows = F.pad(q, (0, 0, 0, padding)).view(batch, heads, rows, columns, dim) * dim**-0.5
+            near = _neighbours(k[:, :, prefix:], rows, columns, reach)
+            allowed = _neighbours(real[:, None, prefix:, None], rows, columns, reach)[..., 0][..., None, :]
+            scores = q_rows @ near.mT
+            # a large negative number, not -inf: a padded query without neighbours must stay finite
+            lowest = torch.finfo(dtype).min
+            scores = scores.masked_fill(~(allowed & self._band(columns, reach, q.device)), lowest)
+            special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
+            special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
+            scores = torch.cat([special, scores], -1)
+            total = scores.logsumexp(-1)
+            share = (total.flatten(2)[:, :, :length] - self._rest(q, k[:, :, prefix:], real[:, prefix:])).sigmoid()
+            if v is None:
+                return None, share
+            weights = (scores - total[..., None]).exp().to(v.dtype)
+            out = weights[..., prefix:] @ _neighbours(v[:, :, prefix:], rows, columns, reach)
+            out = out.flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
+            return out[:, :, :length], share
+
+    def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:
+        """Tokens in rows and columns, and how many rows up and down a token may look."""
+        if self.kind == "2d":
+            return *square_grid(length, grid), self.size // 2
+        columns = max(_CHUNK, self.size // 2)
+        return -(-length // columns), columns, 1
+
+    def _band(self, columns: int, reach: int, device: torch.device) -> Tensor:
+        """Which of the `(2 reach + 1) · columns` candidates are in the window of each token of a row."""
+        row, column = torch.arange(-reach, reach + 1, device=device), torch.arange(columns, device=device)
+        if self.kind == "2d":
+            apart = (column[None, :] - column[:, None]).repeat(1, len(row))
+        else:
+            apart = (row[:, None] * columns + column).flatten() - column[:, None]
+        return apart.abs() <= self.size // 2
+
+    def _rest(self, q: Tensor, k: Tensor, real: Tensor) -> Tensor:
+        """ρ `(B, H, N)`: what the keys far away are taken to add up to."""
+        count = real.sum(-1).clamp_min(1).to(q.dtype)[:, None, None]
+        mean_key = k.sum(2) / count  # padding is clean
+        direction = self.direction(q) + self.mean_weight(q)[:, None] * q.shape[-1] ** -0.5 * mean_key
+        return (q @ direction[..., None])[..., 0] + self.offset(q)[:, None] + count.log()
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}, size={self.size}"
+
+
+def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
+    """Floating-point operations of the two products with the candidates of every token."""
+    candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(_CHUNK, size // 2)
+    return 4.0 * n * candidates * d
+
+
+def _neighbours(x: Tensor, rows: int, columns: int, reach: int) -> Tensor:
+    """The tokens of the rows around each row, `(B, H, rows, (2 reach + 1) · columns, D)`, for tokens `(B, H, N, D)`."""
+    batch, heads, length, dim = x.shape
+    x = F.pad(x, (0, 0, reach * columns, (rows + reach) * columns - length))
+    around = x.view(batch, heads, rows + 2 * reach, columns, dim).unfold(2, 2 * reach + 1, 1)
+    return around.permute(0, 1, 2, 5, 3, 4).reshape(batch, heads, rows, (2 * reach + 1) * columns, dim)

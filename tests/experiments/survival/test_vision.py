@@ -1,0 +1,84 @@
+"""A vision transformer by prototypes: what is learned from is never scored, and a run resumes stage by stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from lotformer.cli import app
+from lotformer.experiments.survival import vision
+
+BRIEF = vision.VisionSettings(
+    model="vit_tiny_patch16_224", size=64, classes=3, prototypes=2, calibration_inputs=4, calibration_steps=3,
+    kept=(1,), finetune_steps=2, batch_size=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    for label in range(5):
+        place = tmp_path / "images" / str(label)
+        place.mkdir(parents=True)
+        for index in range(3):
+            pixels = rng.normal(40 * label + 40, 25, (64, 64, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(place / f"{index}.png")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch) -> Path:
+    torch.manual_seed(0)
+    create = timm.create_model
+    small = {"embed_dim": 24, "num_heads": 3, "depth": 2}
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **small, **options))
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_no_image_that_is_scored_is_learned_from(images, tmp_path):
+    for count, expected in ((2, {"3/0.png", "4/0.png"}), (4, {"3/0.png", "3/1.png", "4/0.png", "4/1.png"})):
+        task = vision.VisionTask(
+            tmp_path, images, vision.VisionSettings(classes=3, prototypes=2, calibration_inputs=count)
+        )
+        assert {str(file.relative_to(images)) for file in task.learned_from} == expected
+    whole = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=5, prototypes=2, calibration_inputs=99))
+    assert {file.name for file in whole.learned_from} == {"0.png", "1.png"}
+
+
+def test_prototypes():
+    embeddings = torch.nn.functional.normalize(
+        torch.tensor([[1.0, 0.1], [0.1, 1], [1, 0.2], [0.2, 1], [1, 0.3]]), dim=-1
+    )
+    labels, first = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, True, False, False, False])
+    assert vision.prototype_accuracy(embeddings, labels, first) == pytest.approx(2 / 3)
+
+
+def test_every_stage_is_scored_once(images, checkpoint, tmp_path):
+    task = vision.VisionTask(checkpoint, images, BRIEF)
+    cells = vision.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], BRIEF, {})
+    assert [cell.stage for cell in cells] == ["converted", "calibrated", "kept-1", "fine-tuned"]
+    assert cells[1].residual_max is not None
+    assert cells[1].residual_max < 1e-3
+    assert len(cells[1].errors) == 2
+    assert cells[2].scores["cosine"] > cells[0].scores["cosine"]
+    page = vision.render(tmp_path / "out").markdown()
+    assert "lot-32, kept-1" in page
+    written = (tmp_path / "out" / "lot-32" / "calibrated.json").stat().st_mtime_ns
+    assert vision.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], BRIEF, {}) == cells
+    assert (tmp_path / "out" / "lot-32" / "calibrated.json").stat().st_mtime_ns == written
+
+
+def test_the_command_refuses_what_is_not_there(tmp_path):
+    result = CliRunner().invoke(
+        app, ["experiment", "survival-vision", "--checkpoint", str(tmp_path), "--images", str(tmp_path)]
+    )
+    assert result.exit_code == 1
+    assert "should hold a folder of images for each class" in result.output
