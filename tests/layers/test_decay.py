@@ -12,7 +12,13 @@ from support.small_models import SMALL, timm, transformers  # timm is imported t
 
 optim = importlib.import_module("timm.optim")
 
-EVERYTHING = {"learn_eps": True, "key_masses": "query-aware", "pivots": "input-aware", "local_conv": "1d"}
+EVERYTHING = {
+    "window": "1d",
+    "learn_eps": True,
+    "key_masses": "query-aware",
+    "pivots": "input-aware",
+    "local_conv": "1d",
+}
 SPARED = {
     "pivots.points.bias",
     "pivots.logits.bias",
@@ -21,6 +27,9 @@ SPARED = {
     "key_masses.query_weight.bias",
     "pooling.directions.bias",
     "pooling.pull.bias",
+    "near.direction.bias",
+    "near.mean_weight.bias",
+    "near.offset.bias",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,9 @@ class Pictures:
 class VisionTask:
     """timm's model from a safetensors file, judged by prototypes."""
 
-    options: ClassVar[dict[str, Any]] = {"pivots": "input-aware"}
-
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
+        self.options: dict[str, Any] = {"pivots": "input-aware"}
         self.pictures = Pictures(folder)
         if settings.classes > len(self.pictures.classes):
             raise ValueError(f"{folder} holds {len(self.pictures.classes)} classes, not {settings.classes}.")
