@@ -286,8 +286,8 @@ def pull_tokens(
             sums += tl.sum(grad_s, 0)
         if depth is None:
             at = grad_x + offset * rank + rows[:, None] * rank + columns[None, :]
-            given = (grad_s * temperature).to(grad_x.dtype.element_ty)
-            tl.store(at, given, inside[:, None] & column_ok[None, :])
+            scaled = (grad_s * temperature).to(grad_x.dtype.element_ty)
+            tl.store(at, scaled, inside[:, None] & column_ok[None, :])
             total += tl.sum(grad_s * s, 0) / temperature
         else:
             store_product(

@@ -42,7 +42,7 @@ def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) ->
         key_log_a=key_log_a,
         query_valid=query_valid,
         key_valid=key_valid,
-        newton=solve.solver == "newton",
+        newton=solve.solver == "newton" and solve.balance != "none",
         iters=solve.iters,
         tol=solve.tol,
         balance=solve.balance,
