@@ -307,7 +307,7 @@ static void backward(const Call& c) {
   const Arena arena{&c.host};
   const int64_t groups = most<int64_t>(1, least(c.batch, kGroups));
   const int64_t size = int64_t(c.rank) * c.dim;
-  const bool shared = c.pivots && !c.own_pivots;
+  const bool shared = !c.scored && !c.own_pivots;
   const PartialTotals totals{&c, shared ? arena.zeros<float>(groups * c.heads * size) : nullptr,
                              arena.zeros<double>(groups * c.heads * (c.rank + 1))};
   each_head(c, groups, [&](Head& head, int64_t group) {

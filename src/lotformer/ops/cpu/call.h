@@ -43,7 +43,8 @@ struct Call {
   bool bf16;
   Rows tokens[2], values;
   const float *pivots, *log_masses;  // (heads, rank, dim) or (batch, heads, rank, dim), and (heads, rank), contiguous
-  bool own_pivots;                   // of every sample. Without pivots, tokens are their scores and dim is the rank
+  bool own_pivots;                   // of every sample
+  bool scored;                       // there are no pivots: tokens are given by their scores, and dim is the rank
   const float* temperatures;         // (heads,) or nullptr: then `temperature` for every head
   float temperature;
   Masses masses[2];

@@ -1,7 +1,7 @@
 // out = P (Wᵀ v), one head at a time: keys first, because the queries read what the pivots have collected; unless the keys
 // are solved for what the queries have sent.
 #pragma once
-#include "newton.h"
+#include "newton_sides.h"
 #include "unbalanced.h"
 
 namespace {
@@ -62,7 +62,10 @@ static float collect_values(const Head& head, const Tokens& t, const Rows& value
 }
 
 static QueryPlan solve_query_plan(const Head& head, const Tokens& t, const Block& rows, float* state, float* form) {
-  if (head.call->solver == kNewton) return {rows, solve_queries(head, t, rows, state, form), nullptr};
+  if (head.call->solver == kNewton) {
+    const Solution s = solve_queries(head, t, rows, state, form);
+    return {rows, {s.high, s.low}, s.b};
+  }
   float* b_or_g = head.arena.zeros<float>(head.pivots.padded);
   if (query_sweeps(head, t, rows, b_or_g, state)) return {rows, {nullptr}, b_or_g};
   query_sweeps_log(head, t, rows, b_or_g, state);

@@ -211,7 +211,7 @@ static Measure sizes_of(const Call& c) {
 static Measure read_measure(const Call& c, int64_t b, int64_t h, const Arena& arena) {
   Measure m = sizes_of(c);
   m.temperature = c.temperatures ? c.temperatures[h] : c.temperature;
-  if (c.pivots) {
+  if (!c.scored) {
     m.scaled_transposed = arena.zeros<float>(int64_t(m.dim) * m.padded);
     m.scaled = arena.zeros<float>(int64_t(m.padded) * m.dim_padded);
     const float* z = c.pivots + pivots_at(c, b, h);

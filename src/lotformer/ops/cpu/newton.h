@@ -152,19 +152,11 @@ static void gather(Newton& n, const Cloud& cloud, double beta) {
   collect_columns(head);
 }
 
-// What a pass over the cloud tells about the steps from potential g and scores β s.
-static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
+// What a pass has told about the steps from potential g and scores β s.
+static void conclude(Newton& n, const double* g, double beta) {
   const Head& head = *n.head;
   const Measure& p = head.pivots;
   const bool moving = beta < 1;
-  to_potential(p, g, n.high, n.low);
-  gather(n, cloud, beta);
-  if (!moving && !n.exact) {
-    double largest = largest_magnitude(n.high, p.rank);
-    for (int w = 0; w < head.workers; w++) largest = most(largest, head.worker[w].top);
-    n.exact = largest > kCoarse;
-    if (n.exact) gather(n, cloud, beta);
-  }
   const double *b = head.worker[0].columns2, *drift = head.worker[0].columns;
   n.newton = factorise(n.system, n.sink.matrices, head.workers, b, kRidge);
   n.error = 0;
@@ -212,6 +204,29 @@ static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
     const double scaled = (n.reach < kLargeStep ? kBoldness : 1) * n.reach;
     n.length = least(log1p(ratio * scaled) / scaled, 1.0);
   }
+}
+
+// Whether exponents are so large that they must not be rounded; the workers know the rows' shifts.
+static bool needs_low(const Newton& n) {
+  double largest = largest_magnitude(n.high, n.head->pivots.rank);
+  for (int w = 0; w < n.head->workers; w++) largest = most(largest, n.head->worker[w].top);
+  return largest > kCoarse;
+}
+
+static void look(Newton& n, const Cloud& cloud, const double* g, double beta) {
+  to_potential(n.head->pivots, g, n.high, n.low);
+  gather(n, cloud, beta);
+  if (beta >= 1 && !n.exact) {
+    n.exact = needs_low(n);
+    if (n.exact) gather(n, cloud, beta);
+  }
+  conclude(n, g, beta);
+}
+
+// Whether the step from here needs no look at where it leads: if the problem is quadratic at that distance it leaves
+// |b'' / b| / 2 ≤ 5/8 range², and a little for the rounding of the Hessian.
+static bool arrives(const Newton& n, double range, double tol) {
+  return n.error < tol || (n.newton && range < 0.5 && 0.7 * range * range + 1e-5 * range < tol);
 }
 
 // g exact to first order at β = 0, and the β at which nothing underflows.
@@ -269,11 +284,9 @@ static bool solve_cloud(Newton& n, const Cloud& cloud, bool cold, double tol, do
     if (beta >= 1) {
       if (n.error < best_error) {
         best_error = n.error;
-        // The step from here is known already: take it if the problem is quadratic at that distance. It leaves
-        // |b'' / b| / 2 ≤ 5/8 range², and a little for the rounding of the Hessian, so it need not be looked at.
-        const double range = range_of(n.plain, rank);
+        const double range = range_of(n.plain, rank);  // the step from here is known already
         for (int j = 0; j < rank; j++) best[j] = g[j] + (range < 0.5 ? n.plain[j] : 0);
-        if (best_error < tol || (n.newton && range < 0.5 && 0.7 * range * range + 1e-5 * range < tol)) break;
+        if (arrives(n, range, tol)) break;
         failures = 0;
       } else if (best_error < 1e-4 && ++failures >= (best_error < 3e-6 ? 1 : 4)) {
         break;  // rounding decides from here on
@@ -320,101 +333,6 @@ static Cloud sample(const Head& head, const Cloud& all, int64_t size) {
     }
   }
   return {{scores, padded}, mass, size};
-}
-
-// g with Pᵀa = m to the tolerance, P = softmax(s + g), to the two vectors of `state`. Says whether the second counts.
-static bool solve_potential(const Head& head, const Tokens& t, const View& scores, float* high, float* low) {
-  const Measure& p = head.pivots;
-  Newton n = open_newton(head);
-  double* g = head.arena.zeros<double>(p.rank);
-  const Cloud all{scores, t.mass, t.count};
-  bool cold = true;
-  int64_t size = t.count;
-  while (size / kSampleGrowth >= most(4 * p.rank, 64)) size /= kSampleGrowth;
-  for (; size * kSampleGrowth <= t.count; size *= kSampleGrowth) {
-    const Scope scope(head.call->host);
-    const Cloud some = sample(head, all, size);
-    if (cold || !solve_cloud(n, some, false, kSampleTolerance, g)) solve_cloud(n, some, true, kSampleTolerance, g);
-    cold = false;
-  }
-  const double tol = most(head.call->tol / 3, kFloor);  // the two plans share the error of the glued coupling
-  if (cold || !solve_cloud(n, all, false, tol, g)) solve_cloud(n, all, true, tol, g);
-  to_potential(p, g, high, low);
-  return n.exact;
-}
-
-// The largest relative deviation of column sums from the masses of the pivots.
-static float largest_deviation(const Measure& p, const double* columns) {
-  double largest = 0;
-  for (int j = 0; j < p.rank; j++) {
-    if (!(p.log_mass[j] > least_log_mass(kNewton))) continue;  // no mass to speak of
-    const double deviation = fabs(columns[j] / p.mass[j] - 1);
-    largest = deviation <= largest ? largest : deviation;  // what is not a number stays so
-  }
-  return float(largest);
-}
-
-// `Wᵀ v` without the column's factor ω goes to the product of worker 0, the sums of its columns to `columns`.
-static void carry_values(const Head& head, const Tokens& t, const Rows& values, const View& scores,
-                         const Potential& g) {
-  const Measure& p = head.pivots;
-  start_columns(head);
-  start_products(head, head.value_padded);
-  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i += kBlock) {
-      const int count = int(least<int64_t>(kBlock, last - i));
-      exp_block(scores.at(i), count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
-      weigh_columns(k.plan, count, k.weight, p.vectors, k.column, k.columns);
-      scale_rows(k.plan, count, k.weight, p.vectors, k.plan);
-      const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
-      multiply_tn(k.plan.data, k.plan.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
-                  head.value_padded);
-    }
-  });
-  collect_columns(head);
-  collect_products(head, head.value_padded);
-}
-
-// Whether a column of the plan has lost its mass to underflow.
-static bool starves(const Measure& p, const double* columns) {
-  for (int j = 0; j < p.rank; j++)
-    if (columns[j] < kStarved) return true;
-  return false;
-}
-
-// Key side: state gets g (two vectors) and ω = 1 / column sums; `Wᵀ v` goes to the product of worker 0.
-// Returns the error of the plan before ω closes it.
-static float solve_keys(const Head& head, const Tokens& t, const Rows& values, const Block& scores, float* state,
-                        float* exact) {
-  const Measure& p = head.pivots;
-  float *high = head.arena.take<float>(p.padded), *low = head.arena.take<float>(p.padded);
-  score_all(head, t, scores);
-  *exact = solve_potential(head, t, scores, high, low);
-  carry_values(head, t, values, scores, {high, *exact ? low : nullptr});
-  // A half-step in log form gives every column back what the best of its tokens can send, whatever g was.
-  for (int rescue = 0; rescue < kRescues && starves(p, head.worker[0].columns); rescue++) {
-    log_half_steps(head, t, scores, high, high);
-    *exact = 0;
-    carry_values(head, t, values, scores, {high});
-  }
-  for (int j = 0; j < p.rank; j++) {
-    state[j] = high[j];
-    state[p.rank + j] = *exact != 0 ? low[j] : 0.f;
-    const float inverse = state[2 * p.rank + j] = float(1.0 / head.worker[0].columns[j]);
-    for (int d = 0; d < head.value_padded; d++) head.worker[0].product[int64_t(j) * head.value_padded + d] *= inverse;
-  }
-  return largest_deviation(p, head.worker[0].columns);
-}
-
-static Potential solve_queries(const Head& head, const Tokens& t, const Block& scores, float* state, float* exact) {
-  const Measure& p = head.pivots;
-  float *high = head.arena.take<float>(p.padded), *low = head.arena.take<float>(p.padded);
-  score_all(head, t, scores);
-  *exact = solve_potential(head, t, scores, high, low);
-  memcpy(state, high, sizeof(float) * size_t(p.rank));
-  for (int j = 0; j < p.rank; j++) state[p.rank + j] = *exact != 0 ? low[j] : 0.f;
-  return {high, *exact ? low : nullptr};
 }
 
 }  // namespace

@@ -202,6 +202,7 @@ struct Inputs {
     call.values = rows(v);
     call.pivots = pivots ? static_cast<const float*>(pivots->data_ptr()) : nullptr;
     call.own_pivots = own_pivots;
+    call.scored = !pivots;
     call.log_masses = static_cast<const float*>(log_masses.data_ptr());
     call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
     call.temperature = float(given.temperature);
@@ -275,7 +276,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   std::vector<int64_t> pivots{0};
-  if (c.pivots) pivots = {c.heads, c.rank, c.dim};
+  if (!c.scored) pivots = {c.heads, c.rank, c.dim};
   if (c.own_pivots) pivots.insert(pivots.begin(), c.batch);
   Tensor dpivots = floats(q, pivots);
   Tensor dlog_masses = floats(q, {c.heads, c.rank});
