@@ -275,7 +275,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   std::vector<int64_t> pivots{0};
-  if (c.pivots) pivots = {c.heads, c.rank, c.dim};
+  if (in.pivots) pivots = {c.heads, c.rank, c.dim};
   if (c.own_pivots) pivots.insert(pivots.begin(), c.batch);
   Tensor dpivots = floats(q, pivots);
   Tensor dlog_masses = floats(q, {c.heads, c.rank});
