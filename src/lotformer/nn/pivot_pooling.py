@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .softmax import fused_softmax
 from .undecayed import Undecayed
 
 PivotKind = Literal["fixed", "input-aware"]
@@ -39,14 +40,17 @@ class PivotPooling(nn.Module):
             k = k.to(directions.dtype)
             if k.shape[2] == 0:
                 return torch.zeros_like(directions).expand(k.shape[0], -1, -1, -1)
+            allowed = None
             if key_mask is not None:
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
-            # plain products: fused softmax is not the same to the bit in every layout, and saved models have to be
-            logits = directions @ k.mT
-            if key_mask is not None:
-                # a large negative number, not -inf: a sample of padding alone must stay finite
-                logits = logits.masked_fill(~key_mask[:, None, None, :], torch.finfo(logits.dtype).min)
-            return self.pull(k)[:, None, None] * (logits.softmax(-1) @ k)
+                allowed = key_mask[:, None, None, :]
+            if k.shape[0] == 0:
+                pooled = directions @ k.mT @ k  # nothing, with gradients of zero
+            else:
+                # a copy: how the fused kernel rounds depends on where in memory a parameter was loaded to
+                vectors = directions.clone().expand(k.shape[0], -1, -1, -1)
+                pooled = fused_softmax(vectors, k, k, allowed, scale=1.0)
+            return self.pull(k)[:, None, None] * pooled
 
     def extra_repr(self) -> str:
         return f"initial_pull={self.initial_pull:g}"
