@@ -64,7 +64,9 @@ def train_translation(
 
 def translate_command(
     model: Annotated[Path, typer.Argument(help="Folder of a Marian checkpoint: OUT/model of a run, or any other.")],
-    text: Annotated[Path | None, typer.Argument(help="File with one text per line; standard input if not given.")] = None,
+    text: Annotated[
+        Path | None, typer.Argument(help="File with one text per line; standard input if not given.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the translations; standard output if not given.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 5,
     length_penalty: Annotated[float, typer.Option(help="Power of the length that scores are divided by.")] = 1.0,
