@@ -84,7 +84,13 @@ def under_torchrun(processes: int, out: Path, settings: dict[str, Any], environm
         monitor_interval=0.02,
         max_restarts=0,
     )
-    elastic_launch(one_node, _launched)(out, settings, dict(environment))
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        elastic_launch(one_node, _launched)(out, settings, dict(environment))
+    finally:
+        for number, handler in handlers.items():  # the agent's stay otherwise
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 def _join(

@@ -41,6 +41,9 @@ class ConvertSettings(Settings):
     )
     pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
+    images: Path | None = setting(None, "Folder of images to calibrate a vision model on; labels are not needed.")
+    timm: str | None = setting(None, "Name of the model in timm, where the source is a file of its weights.")
+    image_size: int | None = setting(None, "Pixels a side of a vision model's images, if not its own.", at_least=1)
     steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels.", at_least=0)
     objective: str = setting(_default(conversion.calibrate, "objective"), "output, attention or both.")
@@ -50,16 +53,29 @@ class ConvertSettings(Settings):
 @with_settings(ConvertSettings)
 def convert(
     settings: ConvertSettings,
-    source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a package with a MODEL_DIR.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a Hugging Face or timm checkpoint, a package with a MODEL_DIR, or a file of timm's weights."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
     """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual.
 
-    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximum length.
+    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximum length. A timm checkpoint
+    becomes a folder with its weights and recipe, for `lotformer.conversion.load`.
     """
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
+        if settings.timm is not None or Path(source).is_file() or _is_timms(Path(source)):
+            from .convert_vision import convert_timm
+
+            _require_replaceable(out, Path(source), force)
+            require_writable(out.parent)
+            convert_timm(console, Path(source), out, settings, _options(settings))
+            return
         root = checkpoint_root(source)
         _require_replaceable(out, root, force)
         require_writable(out.parent)
@@ -80,16 +96,26 @@ def _require_replaceable(out: Path, root: Path, force: bool) -> None:
         raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
 
 
+def _is_timms(folder: Path) -> bool:
+    from ..data.vision.checkpoints import is_timm_folder
+
+    return is_timm_folder(folder)
+
+
+def _options(settings: ConvertSettings) -> dict[str, Any]:
+    named = ("rank", "eps", "key_masses", "balance")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in named}
+    if settings.pivots != "fixed":  # other mechanisms have no such option
+        options["pivots"] = settings.pivots
+    return options
+
+
 def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:
     import torch
 
     torch.manual_seed(settings.seed)
     model, tokenizer = _load(root / encoder_part(root))
-    named = ("rank", "eps", "key_masses", "balance")
-    options: dict[str, Any] = {name: getattr(settings, name) for name in named}
-    if settings.pivots != "fixed":  # other mechanisms have no such option
-        options["pivots"] = settings.pivots
-    say(console, str(conversion.convert(model, settings.mechanism, **options)))
+    say(console, str(conversion.convert(model, settings.mechanism, **_options(settings))))
     if not settings.steps and not settings.finetune_steps:
         return model
     texts = settings.texts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,26 +18,31 @@ class AttentionClock:
     """Seconds spent in the `Attention` modules of a model during the steps that are watched.
 
     The forward is timed around the module. The backward is timed from the gradient of the module's output to the
-    last gradient of its inputs; the hooks are on tensors, so that results stay bit for bit what they are. Devices are
-    synchronised meanwhile: watch few steps.
+    last gradient of its inputs, so where a mechanism reads the input of its layer, projections are in it. Results stay
+    bit for bit what they are: methods are wrapped, as layers that see a hook on a module take another way through it,
+    and what is hooked are tensors. Devices are synchronised meanwhile: watch few steps.
     """
 
+    _METHODS = ("forward", "attend_unformed")
+
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if isinstance(module, Attention)]
+        modules = [module for module in model.modules() if isinstance(module, Attention)]
+        self._methods = [(m, name) for m in modules for name in self._METHODS if hasattr(m, name)]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._intervals: list[list[float]] = []
+        self._inside = False
         self.seconds = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around forward and backward of a batch; adds to `seconds`."""
-        hooks = [m.register_forward_pre_hook(self._enter, with_kwargs=True) for m in self._modules]
-        hooks += [m.register_forward_hook(self._leave, with_kwargs=True) for m in self._modules]
+        for module, name in self._methods:
+            object.__setattr__(module, name, partial(self._timed, getattr(module, name)))
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for module, name in self._methods:
+                object.__delattr__(module, name)  # the class's method is seen again
             self.seconds += sum(end - start for start, end in self._intervals)
             self._intervals = []
 
@@ -45,15 +51,21 @@ class AttentionClock:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = self._now()
-        self._intervals.append([now, now])
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._intervals[-1][1] = self._now()
+    def _timed(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a mechanism within another one counts once
+            return method(*args, **kwargs)
+        self._inside, start = True, self._now()
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._inside = False
+            self._intervals.append([start, self._now()])
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
-        if not (isinstance(output, Tensor) and output.requires_grad and inputs):
-            return
+        if isinstance(output, Tensor) and output.requires_grad and inputs:
+            self._time_backward(output, inputs)
+        return output
+
+    def _time_backward(self, output: Tensor, inputs: list[Tensor]) -> None:
         backward: list[float] = []
 
         def begin(gradient: Tensor) -> None:
