@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -66,17 +67,30 @@ def translate(
         pad = model.config.pad_token_id
         ids = torch.tensor([tokens[i] + [pad] * (width - len(tokens[i])) for i in chunk], device=model.device)
         real = torch.tensor([[1] * len(tokens[i]) + [0] * (width - len(tokens[i])) for i in chunk], device=model.device)
-        made = model.generate(
-            input_ids=ids,
-            attention_mask=real,
-            num_beams=beams,
-            length_penalty=length_penalty,
-            max_new_tokens=int(1.2 * width + 10),
-            max_length=None,
-            do_sample=False,
-        )
+        made = search(model, ids, real, int(1.2 * width + 10), beams=beams, length_penalty=length_penalty)
         for index, text in zip(chunk, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True):
             found[index] = text.strip()
         done += count
         on_batch(done, len(order))
     return found
+
+
+@torch.no_grad()
+def search(model: Any, ids: Tensor, real: Tensor, most: int, *, beams: int = 5, length_penalty: float = 1.0) -> Tensor:
+    """The best hypothesis of every row by beam search, padded: `(B, ≤ most + 1)`, from the decoder's start on.
+
+    A hypothesis of tokens y, the closing one included, has the score `Σ log p(y_t | y_<t) / len(y)^length_penalty`;
+    one that has `most` tokens is closed without a cost.
+
+    Args:
+        ids: source tokens `(B, N)`. real: 1 where there is one, 0 on padding. most: tokens of a hypothesis at most.
+    """
+    return model.generate(
+        input_ids=ids,
+        attention_mask=real,
+        num_beams=beams,
+        length_penalty=length_penalty,
+        max_new_tokens=most,
+        max_length=None,
+        do_sample=False,
+    )
