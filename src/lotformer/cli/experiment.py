@@ -16,7 +16,7 @@ from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
 from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
 from .settings import with_settings
-from .survival import survival_vision
+from .survival import survival_retrieval, survival_translation, survival_vision
 from .terminal import command_line, one_clear_error, progress_bar, publish
 from .translation import experiment_translation
 from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
@@ -81,6 +81,8 @@ def stsb(
 
 
 app.command("survival-vision")(survival_vision)
+app.command("survival-retrieval")(survival_retrieval)
+app.command("survival-translation")(survival_translation)
 app.command("lra")(experiment_lra)
 app.command("lra-throughput")(experiment_throughput)
 app.command("pathfinder")(experiment_pathfinder)

@@ -8,11 +8,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..experiments.survival import vision
-from ..results.sources import files_source
+from ..data import glue, retrieval
+from ..data.checkpoints import checkpoint_folder
+from ..data.folder import VARIABLE, data_folder
+from ..experiments.survival import retrieval as retriever
+from ..experiments.survival import translation, vision
+from ..results.sources import checkpoint_source, files_source
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish
 
+Checkpoint = Annotated[str, typer.Option(help="Folder of a Hugging Face checkpoint.")]
+DataDir = Annotated[Path | None, typer.Option(help=f"Folder of unpacked data sets. [${VARIABLE}]", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the results; finished cells found there are not run again.")]
 Variants = Annotated[str, typer.Option(help="Variants, comma-separated.")]
 
@@ -36,6 +42,51 @@ def survival_vision(
         with progress_bar(console) as listen:
             vision.EXPERIMENT.run(task, out, _names(variants), settings, sources, listen, command_line())
         publish(console, vision.render(out), out)
+
+
+@with_settings(retriever.RetrievalSettings)
+def survival_retrieval(
+    settings: retriever.RetrievalSettings,
+    checkpoint: Checkpoint,
+    data_dir: DataDir = None,
+    out: Out = Path("out/survival-retrieval"),
+    variants: Variants = "lot-32, lot-64, lot-128, lot-transport-alone, lot-uniform",
+) -> None:
+    """A sentence encoder: SciFact and STS-B before and after its attention is converted, without labels."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        folder = data_folder(data_dir, f"scifact in BEIR's layout and {glue.WANTED}")
+        weights = checkpoint_folder(checkpoint)
+        task = retriever.RetrievalTask(weights, folder / "scifact", folder, settings)
+        stsb = glue.TASKS["stsb"]
+        sources = {
+            "checkpoint": checkpoint_source(weights),
+            "data": files_source("scifact", retrieval.files(folder / "scifact")),
+            "pairs": files_source(f"glue/{stsb.folder}", glue.files(stsb, folder)),
+        }
+        with progress_bar(console) as listen:
+            retriever.EXPERIMENT.run(task, out, _names(variants), settings, sources, listen, command_line())
+        publish(console, retriever.render(out), out)
+
+
+@with_settings(translation.TranslationSettings)
+def survival_translation(
+    settings: translation.TranslationSettings,
+    checkpoint: Checkpoint,
+    data_dir: DataDir = None,
+    out: Out = Path("out/survival-translation"),
+    variants: Variants = "lot-32, lot-64, lot-transport-alone, lot-uniform, sinkformer, espformer",
+) -> None:
+    """A translator: BLEU on Multi30k before and after the attention of its encoder is converted, without translations."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        folder = data_folder(data_dir, "Multi30k")
+        weights = checkpoint_folder(checkpoint)
+        task = translation.TranslationTask(weights, folder, settings)
+        sources = {"checkpoint": checkpoint_source(weights)}
+        with progress_bar(console) as listen:
+            translation.EXPERIMENT.run(task, out, _names(variants), settings, sources, listen, command_line())
+        publish(console, translation.render(out), out)
 
 
 def _names(text: str) -> list[str]:

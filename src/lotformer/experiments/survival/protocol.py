@@ -37,9 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 what no window helps."""
 
 OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
-"""Other mechanisms under the same protocol."""
-
-STAGES = ("converted", "calibrated", "fine-tuned")
+"""Other mechanisms under the same protocol. They have no parameters of their own: there is nothing to calibrate."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,12 @@ class Experiment:
             if name not in VARIANTS | OTHERS:
                 raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS | OTHERS)}.")
         whole = Origin(dataclasses.asdict(settings), dict(sources))
-        stages = ["converted", "calibrated", *(f"kept-{count}" for count in settings.kept)]
-        stages += ["fine-tuned"] if settings.finetune_steps else []
-        origins = {stage: _origin_of(stage, whole) for stage in stages}
         bench = _Bench(task, settings, listen)
         cells = []
         for name in variants:
             folder = CellFolder(out / name, Cell, self.name, command)
+            stages = _stages(name, settings)
+            origins = {stage: _origin_of(stage, whole) for stage in stages}
             if any(folder.find(stage, origins[stage]) is None for stage in stages):
                 require_writable(out / name)
                 bench.fill(name, folder, stages, origins)
@@ -269,6 +266,11 @@ class _Bench:
             forecast=forecast,
             seconds=seconds,
         )
+
+
+def _stages(variant: str, settings: ProtocolSettings) -> list[str]:
+    learned = ["calibrated", *(f"kept-{count}" for count in settings.kept)] if variant in VARIANTS else []
+    return ["converted", *learned, *(["fine-tuned"] if settings.finetune_steps else [])]
 
 
 def _order(stage: str) -> tuple[int, int]:
