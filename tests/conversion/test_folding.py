@@ -13,8 +13,9 @@ from lotformer.attention.folded import FoldedLOT
 from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL, output, torch_encoder
 
-PLAIN = {"rank": 3, "key_masses": "uniform"}
-LINEAR = [name for name in SMALL if name != "modernbert"]
+PLAIN = {"rank": 3, "key_masses": "uniform", "window": None, "prefix_tokens": 0}
+ROTARY = ("modernbert", "timm-eva", "timm-rope")
+LINEAR = [name for name in SMALL if name not in ROTARY]
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -145,7 +146,9 @@ def test_under_autocast_the_scores_are_not_rounded():
 
 REFUSED = {
     "bert": ({"pivots": "input-aware"}, "pooled from the keys"),
+    "vit": ({"window": "2d"}, "a window compares queries with keys"),
     "modernbert": ({}, "apply_rotary_pos_emb comes between"),
+    "timm-rope": ({}, "turned by their positions"),
 }
 
 

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..nn.precision import no_autocast
 from ..ops import Coupling, coupling
 from .lot import LOT
 from .unformed import Projections, Reads
@@ -63,7 +64,7 @@ class FoldedLOT(LOT):
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
         dtype = self.scores.weight.dtype
-        with torch.autocast(q.device.type, enabled=False):  # a score that was rounded is a wrong plan
+        with no_autocast(q.device.type):  # a score that was rounded is a wrong plan
             out = self._attend_reads(_tokens(q).to(dtype), self._stored(), v.to(dtype), key_mask, query_mask, grid)
         return out.to(v.dtype)
 

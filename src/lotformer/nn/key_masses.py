@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .precision import no_autocast
 from .undecayed import Undecayed
 
 KeyMassKind = Literal["uniform", "linear", "query-aware"]
@@ -41,11 +42,11 @@ class KeyMasses(nn.Module):
         """Masses `(B, H, M)` for queries `(B, H, N, D)` and keys `(B, H, M, D)`, sum 1 over real keys."""
         if self.direction is None:
             return None
-        with torch.autocast(k.device.type, enabled=False):
+        with no_autocast(k.device.type):
             mean_query = None if self.query_weight is None else mean_of_real(q, query_mask)
             direction = self.directions(k, mean_query)
             k = k.to(direction.dtype)
-            if key_mask is not None:
+            if key_mask is not None and torch.is_grad_enabled():  # for the gradient of the direction: 0 · NaN is NaN
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
             return masses_of((k @ direction[..., None])[..., 0], key_mask)
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .precision import no_autocast
 from .softmax import fused_softmax
 from .undecayed import Undecayed
 
@@ -35,7 +36,7 @@ class PivotPooling(nn.Module):
 
     def forward(self, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What to add to the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; nothing for a sample without keys."""
-        with torch.autocast(k.device.type, enabled=False):
+        with no_autocast(k.device.type):
             directions = self.directions(k)
             k = k.to(directions.dtype)
             if k.shape[2] == 0:

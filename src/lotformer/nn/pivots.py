@@ -55,7 +55,8 @@ class PivotMeasure(nn.Module):
 
     def log_masses(self, x: Tensor) -> Tensor:
         """The normalised log masses alone."""
-        return (self.logits(x) / self.mass_temperature).log_softmax(-1)
+        logits = self.logits(x)
+        return (logits if self.mass_temperature == 1 else logits / self.mass_temperature).log_softmax(-1)
 
     @torch.no_grad()
     def initialize_from(self, tokens: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> None:

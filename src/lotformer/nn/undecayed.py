@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class Undecayed(nn.Module):
     """One tensor, learned without weight decay; `module(x)` is its value, ready to meet the tokens `x`.
@@ -28,6 +30,8 @@ class Undecayed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The tensor in the wider precision of itself and `x`, at least fp32: a rounded logit is a wrong mass."""
+        if self.bias.dtype == x.dtype and x.dtype in _WIDE:  # the usual case, without asking twice
+            return self.bias
         wide = torch.promote_types(torch.promote_types(self.bias.dtype, x.dtype), torch.float32)
         return self.bias.to(wide)
 

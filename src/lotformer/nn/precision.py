@@ -1,0 +1,16 @@
+"""What must be computed in the precision it is in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[None]:
+    """While inside, autocast changes nothing. Where it is off anyway, which is cheaper to ask than to do, it stays."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _AS_IT_IS
