@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .._files import require_writable, write_json
-from ..bench import against_sdpa, memory, model, roofline, runtime, solvers, vision_models, zoo
+from ..bench import against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
 from ..results.provenance import Provenance, provenance
@@ -85,6 +85,13 @@ def roofline_command(settings: roofline.RooflineSettings, out: Out = None) -> No
 def model_command(settings: model.ModelSettings, out: Out = None) -> None:
     """Time inference and a training step of DeiT-Tiny, with LOT and with fused softmax, as images grow."""
     measure(model, settings, out)
+
+
+@app.command("loop")
+@with_settings(loop.LoopBenchSettings)
+def loop_command(settings: loop.LoopBenchSettings, out: Out = None) -> None:
+    """Compare training steps in the loop with bare ones of the same model, in turns."""
+    measure(loop, settings, out)
 
 
 @app.command("vision-models")
