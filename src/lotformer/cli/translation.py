@@ -71,7 +71,7 @@ def translate_command(
     out: Annotated[Path | None, typer.Option(help="File for the translations; standard output if not given.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 5,
     length_penalty: Annotated[float, typer.Option(help="Power of the length that scores are divided by.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most source tokens of a batch, padding counted.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most source tokens of a batch, padding counted.")] = 1024,
     longest: Annotated[int, typer.Option(min=2, help="Source tokens after which a text is cut.")] = 1024,
     lowercase: Annotated[bool, typer.Option(help="Lower-case the texts, for models trained so.")] = False,
 ) -> None:

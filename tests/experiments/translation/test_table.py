@@ -61,6 +61,8 @@ def test_cells_are_made_once_and_rendered_as_in_the_paper(data, tmp_path):
     assert str(tmp_path) not in json.dumps([json.loads(path.read_text()) for path in out.glob("*.json")])
     with pytest.raises(ValueError, match="finetuning_steps 2 instead of 9"):
         table.run(settings(finetuning_steps=9), data, out, runs)
+    with pytest.raises(ValueError, match=r"belongs to another run: settings\.lr"):
+        table.run(settings(lr=0.25), data, tmp_path / "other", runs)
 
 
 def test_a_checkpoint_takes_the_place_of_a_base(data, tmp_path):

@@ -39,7 +39,7 @@ def translate(
     *,
     beams: int = 5,
     length_penalty: float = 1.0,
-    max_tokens: int = 2048,
+    max_tokens: int = 1024,
     longest: int = 1024,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
