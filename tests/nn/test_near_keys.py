@@ -26,7 +26,9 @@ def _dense(near: NearKeys, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int
     return scores.softmax(-1) @ v, (scores.logsumexp(-1) - rest - torch.tensor(float(length)).log()).sigmoid()
 
 
-@pytest.mark.parametrize(("kind", "size", "prefix"), [("1d", 3, 1), ("1d", 1, 0), ("1d", 41, 2), ("2d", 3, 1), ("2d", 5, 0)])
+@pytest.mark.parametrize(
+    ("kind", "size", "prefix"), [("1d", 3, 1), ("1d", 1, 0), ("1d", 41, 2), ("2d", 3, 1), ("2d", 5, 0)]
+)
 def test_it_is_softmax_over_the_prefix_and_the_window(kind: str, size: int, prefix: int) -> None:
     torch.manual_seed(0)
     near = NearKeys(2, 8, kind, size).double()  # type: ignore[arg-type]

@@ -68,7 +68,13 @@ class FoldedLOT(LOT):
         return "it is folded already"
 
     def coupling(
-        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
     ) -> Coupling:
         """The plans among the tokens after the prefix; `q` and `k` are the tokens, as in `forward`."""
         self._check(q, k, k, key_mask, query_mask)

@@ -111,8 +111,8 @@ class LOTOptions(TypedDict, total=False):
         WindowKind | None,
         Option(
             None,
-            "let the tokens after the prefix read the prefix and their neighbours by softmax, and transport the rest of "
-            'their rows (`NearKeys`): "1d" along the sequence, "2d" on the grid.',
+            "let the tokens after the prefix read the prefix and their neighbours by softmax, and transport the rest "
+            'of their rows (`NearKeys`): "1d" along the sequence, "2d" on the grid.',
         ),
     ]
     window_size: Annotated[int, Option(3, "width of that window, odd.")]

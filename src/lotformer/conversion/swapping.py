@@ -47,7 +47,7 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
 
 
 def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
-    """Take the mechanisms away, those of the named layers or all: there the model attends by softmax again, as before."""
+    """Take the mechanisms of the named layers, or all, away: they attend by softmax again, bit for bit as before."""
     found = [
         (record.host, module)
         for name, module in converted(model)

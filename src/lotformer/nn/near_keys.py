@@ -66,8 +66,8 @@ class NearKeys(nn.Module):
         """What is read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
 
         Args:
-            q: `(B, H, N, D)`, the queries after the prefix. k, v: `(B, H, P + N, ·)`, with the P tokens of the prefix in
-                front; padding is clean. key_mask: `(B, P + N)`. grid: of the N tokens.
+            q: `(B, H, N, D)`, the queries after the prefix. k, v: `(B, H, P + N, ·)`, with the P tokens of the prefix
+                in front; padding is clean. key_mask: `(B, P + N)`. grid: of the N tokens.
         """
         with torch.autocast(q.device.type, enabled=False):
             dtype = torch.promote_types(q.dtype, torch.float32)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
-import timm
 import torch
-from PIL import Image
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lotformer.cli import app
@@ -21,38 +15,20 @@ BRIEF = vision.VisionSettings(
 )  # fmt: skip
 
 
-@pytest.fixture
-def images(tmp_path) -> Path:
-    rng = np.random.default_rng(0)
-    for label in range(5):
-        place = tmp_path / "images" / str(label)
-        place.mkdir(parents=True)
-        for index in range(3):
-            pixels = rng.normal(40 * label + 40, 25, (64, 64, 3)).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{index}.png")
-    return tmp_path / "images"
-
-
-@pytest.fixture
-def checkpoint(tmp_path, monkeypatch) -> Path:
-    torch.manual_seed(0)
-    create = timm.create_model
-    small = {"embed_dim": 24, "num_heads": 3, "depth": 2}
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **small, **options))
-    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
-
-
 def test_no_image_that_is_scored_is_learned_from(images, tmp_path):
     for count, expected in ((2, {"3/0.png", "4/0.png"}), (4, {"3/0.png", "3/1.png", "4/0.png", "4/1.png"})):
-        task = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=3, prototypes=2, calibration_inputs=count))
+        task = vision.VisionTask(
+            tmp_path, images, vision.VisionSettings(classes=3, prototypes=2, calibration_inputs=count)
+        )
         assert {str(file.relative_to(images)) for file in task.learned_from} == expected
     whole = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=5, prototypes=2, calibration_inputs=99))
     assert {file.name for file in whole.learned_from} == {"0.png", "1.png"}
 
 
 def test_prototypes():
-    embeddings = torch.nn.functional.normalize(torch.tensor([[1.0, 0.1], [0.1, 1], [1, 0.2], [0.2, 1], [1, 0.3]]), dim=-1)
+    embeddings = torch.nn.functional.normalize(
+        torch.tensor([[1.0, 0.1], [0.1, 1], [1, 0.2], [0.2, 1], [1, 0.3]]), dim=-1
+    )
     labels, first = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, True, False, False, False])
     assert vision.prototype_accuracy(embeddings, labels, first) == pytest.approx(2 / 3)
 

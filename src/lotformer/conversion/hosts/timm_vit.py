@@ -1,4 +1,4 @@
-"""timm's vision transformers: the `Attention` layer that ViT, DeiT and most of their relatives share, and the rotary ones."""
+"""timm's vision transformers: the `Attention` layer that ViT, DeiT and most relatives share, and the rotary ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def find(model: nn.Module) -> list[Site | Skipped]:
             if any("relative_position" in part or "rel_pos" in part for part in dict(module.named_parameters())):
                 reason = "it adds a position bias to its scores"
             else:
-                reason = "only timm's Attention, AttentionRope and EvaAttention (ViT, DeiT, EVA and relatives) are converted"
+                reason = (
+                    "only timm's Attention, AttentionRope and EvaAttention (ViT, DeiT, EVA and relatives) are converted"
+                )
             found.append(Skipped(name, module, reason))
     return found
 
