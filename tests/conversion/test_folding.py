@@ -146,7 +146,7 @@ def test_under_autocast_the_scores_are_not_rounded():
 
 REFUSED = {
     "bert": ({"pivots": "input-aware"}, "pooled from the keys"),
-    "vit": ({"window": "2d"}, "a window compares queries with keys"),
+    "vit": ({"window": "2d", "prefix_tokens": 1}, "a window compares queries with keys"),
     "modernbert": ({}, "apply_rotary_pos_emb comes between"),
     "timm-rope": ({}, "turned by their positions"),
 }
