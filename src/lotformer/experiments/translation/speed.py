@@ -146,8 +146,10 @@ def _timed(
 
             def translate(model: Any = model, found: list[Any] = found) -> None:
                 for ids, real, longest in batches:
-                    options = {"beams": settings.beams, "length_penalty": settings.length_penalty}
-                    found.append(search(model, ids, real, longest, **options))
+                    made = search(
+                        model, ids, real, longest, beams=settings.beams, length_penalty=settings.length_penalty
+                    )
+                    found.append(made)
 
             @torch.no_grad()
             def encode(model: Any = model) -> None:
