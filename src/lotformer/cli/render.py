@@ -24,7 +24,7 @@ from .terminal import one_clear_error, publish
 _BENCHMARKS = (against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
 _EXPERIMENTS = (glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
 _TRANSLATION = (translation, translation_speed)
-_SURVIVAL = (survival.anatomy, survival.vision, survival.retrieval, survival.translation)
+_SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
 RENDERERS: dict[str, Callable[[Path], Report]] = {
     module.NAME: module.render for module in (*_BENCHMARKS, *_EXPERIMENTS, *_TRANSLATION, *_SURVIVAL)
 }
