@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..bench import against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
+from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..experiments import glue, stsb, survival
 from ..experiments.longrange import pathfinder_check
 from ..experiments.longrange import table as lra
@@ -21,7 +21,7 @@ from ..experiments.vision import ladder, rank, sinkhorn
 from ..results.report import Report
 from .terminal import one_clear_error, publish
 
-_BENCHMARKS = (against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
+_BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
 _EXPERIMENTS = (glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
 _TRANSLATION = (translation, translation_speed)
 _SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
