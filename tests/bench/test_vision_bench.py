@@ -33,3 +33,13 @@ def test_vision_models_stand_beside_the_papers(tmp_path: Path) -> None:
     positions = 2 * (3136 * 64 + 784 * 128 + 196 * 320 + 50 * 512)
     assert round((counts["lot_pvt_tiny"]["parameters"] + positions) / 1e6, 1) == 12.2
     assert "lot_swin_tiny" in (tmp_path / "table.md").read_text()
+
+
+def test_steps_in_the_loop_are_compared_with_bare_ones(tmp_path: Path) -> None:
+    options = ["--model", "lot_vit_half", "--depth", "1", "--size", "32", "--batch", "2", "--steps", "4"]
+    result = CliRunner().invoke(app, ["bench", "loop", *options, "--threads", "1", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    stored = json.loads((tmp_path / "result.json").read_text())
+    assert [len(stored[name]) for name in ("bare", "loop", "bare_processor", "loop_processor")] == [3, 3, 3, 3]
+    assert all(seconds > 0 for seconds in stored["bare"] + stored["loop"])
+    assert "added" in (tmp_path / "table.md").read_text()

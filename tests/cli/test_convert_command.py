@@ -17,6 +17,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+import lotformer.conversion
 from lotformer.cli import app
 from lotformer.conversion import ConversionReport, CouplingQuality
 from lotformer.conversion.hosts.sites import converted
@@ -29,6 +30,7 @@ from lotformer.demo import page
 from lotformer.demo.run import DemoResult, Heads, Stage
 from lotformer.demo.speed import Speed, compare_speed
 from support.full_disk import full_disk, needs_limits
+from support.image_folder import make_image_folder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree"]
 
@@ -302,3 +304,52 @@ class TestDemoParts:
         for part in ("0.9876", "3e-06", "4.0×", "99.54 %", "&lt;a&amp;b&gt;", "<svg"):
             assert part in html, part
         assert not re.search(r'(src|href)="', html)
+
+
+class TestEveryModality:
+    def test_images_of_a_folder_for_a_model_of_timms(self, tmp_path):
+        import timm
+        from safetensors.torch import save_file
+
+        make_image_folder(tmp_path / "images", size=(24, 24))
+        torch.manual_seed(0)
+        model = timm.create_model("test_vit", num_classes=0)
+        save_file(model.state_dict(), tmp_path / "weights.safetensors")
+        given = [
+            "--model",
+            "test_vit",
+            "--images",
+            tmp_path / "images" / "train",
+            "--size",
+            32,
+            "--rank",
+            4,
+            "--steps",
+            2,
+        ]
+        code, said = run(tmp_path / "weights.safetensors", "--out", tmp_path / "out", *given)
+        assert code == 0, said
+        assert "same nearest neighbour" in (tmp_path / "out" / "conversion.md").read_text()
+        again = timm.create_model("test_vit", num_classes=0, dynamic_img_size=True)
+        lotformer.conversion.load(again, tmp_path / "out" / "model.safetensors")
+        assert converted(again)
+        code, said = run(tmp_path / "weights.safetensors", "--out", tmp_path / "other", "--model", "test_vit")
+        assert code == 1
+        assert "give a folder of them, --images" in said
+
+    def test_translations_are_compared_with_the_originals(self, checkpoint, tmp_path):
+        pytest.importorskip("sacrebleu")
+        config = transformers.BartConfig(
+            vocab_size=len(WORDS), d_model=24, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
+            decoder_attention_heads=3, encoder_ffn_dim=20, decoder_ffn_dim=20, pad_token_id=0, bos_token_id=2,
+            eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
+        )  # fmt: skip
+        transformers.BartForConditionalGeneration(config).save_pretrained(checkpoint)
+        texts = tmp_path / "texts.txt"
+        texts.write_text("red house\nblue tree green\n" * 40)
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 2, "--texts", texts)
+        assert code == 0, said
+        page = (tmp_path / "out" / "conversion.md").read_text()
+        assert "BLEU against the original's translations" in page
+        assert "| calibrated |" in page
+        assert not (tmp_path / ".out.calibration").exists()

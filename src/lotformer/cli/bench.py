@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .._files import require_writable, write_json
-from ..bench import against_sdpa, encoder, layer, memory, model, roofline, runtime, solvers, vision_models, zoo
+from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
 from ..results.provenance import Provenance, provenance
@@ -99,6 +99,13 @@ def layer_command(settings: layer.LayerSettings, out: Out = None) -> None:
 def encoder_command(settings: encoder.EncoderSettings, out: Out = None) -> None:
     """Time converted text encoders against the softmax model, with their cosine and residual."""
     measure(encoder, settings, out)
+
+
+@app.command("loop")
+@with_settings(loop.LoopBenchSettings)
+def loop_command(settings: loop.LoopBenchSettings, out: Out = None) -> None:
+    """Compare training steps in the loop with bare ones of the same model, in turns."""
+    measure(loop, settings, out)
 
 
 @app.command("vision-models")

@@ -10,15 +10,19 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from torch import Tensor
 
 from .. import conversion
-from .._files import require_writable
+from .._files import require_writable, write_text
 from .._settings import Settings, setting
-from ..data.checkpoints import checkpoint_root, encoder_part, save_like
-from ..data.prose import python_reference
-from ..data.text import text_batches
+from ..conversion.measuring.fidelity import fidelity
+from ..data.checkpoints import checkpoint_root
+from ..results.tables import Table
 from .settings import with_settings
-from .terminal import one_clear_error, progress_bar, say
+from .subjects import Subject, open_subject
+from .terminal import one_clear_error, progress_bar, say, show_table
+
+_PAGE = "conversion.md"
 
 
 def _default(function: Callable[..., Any], name: str) -> Any:
@@ -36,14 +40,13 @@ class ConvertSettings(Settings):
         _default(conversion.convert, "key_masses"), "uniform (doubly stochastic), linear or query-aware."
     )
     balance: str = setting(
-        _default(conversion.convert, "balance"),
-        "Marginals that LOT imposes: both (as the paper), keys (half the work), or none.",
+        _default(conversion.convert, "balance"), "Which sums LOT imposes: both, keys (half the work) or none."
     )
     pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
-    images: Path | None = setting(None, "Folder of images to calibrate a vision model on; labels are not needed.")
-    timm: str | None = setting(None, "Name of the model in timm, where the source is a file of its weights.")
-    image_size: int | None = setting(None, "Pixels a side of a vision model's images, if not its own.", at_least=1)
+    images: Path | None = setting(None, "Folder of images to calibrate a vision model on, with its sub-folders.")
+    model: str | None = setting(None, "Name of the model in timm, if the source is a file of its weights.")
+    size: int | None = setting(None, "Pixels a side for a vision model; its own by default.", at_least=1)
     steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels.", at_least=0)
     objective: str = setting(_default(conversion.calibrate, "objective"), "output, attention or both.")
@@ -56,32 +59,28 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder of a Hugging Face or timm checkpoint, a package with a MODEL_DIR, or a file of timm's weights."
+            help="Folder of a Hugging Face checkpoint, a package with a MODEL_DIR, or, with --model, a file of weights."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
-    """Swap the attention of a trained text encoder, calibrate it, and save it as a checkpoint that loads as usual.
+    """Swap the attention of a trained model, calibrate it, and save it as a checkpoint that loads as usual.
 
-    A sentence-transformers checkpoint stays one, with its pooling, normalisation and maximum length. A timm checkpoint
-    becomes a folder with its weights and recipe, for `lotformer.conversion.load`.
+    Text encoders, vision transformers and the encoders of translation models; what is left of the original is measured
+    on inputs that were kept back. A sentence-transformers checkpoint stays one, with its pooling, normalisation and
+    maximum length. An interrupted calibration goes on when the same command is given again.
     """
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
-        if settings.timm is not None or Path(source).is_file() or _is_timms(Path(source)):
-            from .convert_vision import convert_timm
-
-            _require_replaceable(out, Path(source), force)
-            require_writable(out.parent)
-            convert_timm(console, Path(source), out, settings, _options(settings))
-            return
-        root = checkpoint_root(source)
+        root = Path(source) if settings.model is not None else checkpoint_root(source)
         _require_replaceable(out, root, force)
         require_writable(out.parent)
-        model = _convert(console, root, settings)
-        save_like(root, model, out)
-    say(console, f"Saved to {out}; load it with {type(model).__name__}.from_pretrained after `import lotformer`.")
+        subject, table = _convert(console, source, out, settings)
+        subject.save(out)
+        if table is not None:
+            write_text(table.markdown() + "\n", out / _PAGE)
+    say(console, f"Saved to {out}; load it with {subject.how_to_load}.")
 
 
 def _require_replaceable(out: Path, root: Path, force: bool) -> None:
@@ -90,42 +89,31 @@ def _require_replaceable(out: Path, root: Path, force: bool) -> None:
         return
     if not force:
         raise ValueError(f"{out} exists: give --force to replace it, or another --out.")
-    if not any((out / name).is_file() for name in ("config.json", "modules.json")):
+    if not any((out / name).is_file() for name in ("config.json", "modules.json", _PAGE)):
         raise ValueError(f"{out} is not a checkpoint, and --force replaces nothing else: give another --out.")
     if out.resolve() in root.resolve().parents:
         raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
 
 
-def _is_timms(folder: Path) -> bool:
-    from ..data.vision.checkpoints import is_timm_folder
-
-    return is_timm_folder(folder)
-
-
-def _options(settings: ConvertSettings) -> dict[str, Any]:
-    named = ("rank", "eps", "key_masses", "balance")
-    options: dict[str, Any] = {name: getattr(settings, name) for name in named}
-    if settings.pivots != "fixed":  # other mechanisms have no such option
-        options["pivots"] = settings.pivots
-    return options
-
-
-def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:
+def _convert(console: Console, source: str, out: Path, settings: ConvertSettings) -> tuple[Subject, Table | None]:
     import torch
 
     torch.manual_seed(settings.seed)
-    model, tokenizer = _load(root / encoder_part(root))
-    say(console, str(conversion.convert(model, settings.mechanism, **_options(settings))))
-    if not settings.steps and not settings.finetune_steps:
-        return model
-    texts = settings.texts
-    lines = texts.read_text(encoding="utf-8").splitlines() if texts else python_reference().calibration
-    lines = [line for line in lines if line.strip()]
-    if not lines:
-        raise ValueError(f"{texts} holds no text.")
-    batches = text_batches(tokenizer, lines)
-    if model.config.is_encoder_decoder:  # the encoder is what learns; the decoder only has to run
-        batches = [{**batch, "decoder_input_ids": batch["input_ids"][:, :1]} for batch in batches]
+    learn = bool(settings.steps or settings.finetune_steps)
+    subject = open_subject(
+        source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, learn=learn
+    )
+    options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
+    if settings.balance != _default(conversion.convert, "balance"):
+        options["balance"] = settings.balance
+    if settings.pivots != "fixed":  # other mechanisms have no such option
+        options["pivots"] = settings.pivots
+    before = _Comparison(subject) if learn else None
+    say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))
+    if before is None:
+        return subject, None
+    before.add("converted", 0.0)
+    progress = out.parent / f".{out.name}.calibration"
     with progress_bar(console) as listen:
 
         def show(what: str) -> Callable[[int, int, float], None]:
@@ -134,31 +122,60 @@ def _convert(console: Console, root: Path, settings: ConvertSettings) -> Any:
         if settings.steps:
             objective: Any = settings.objective  # checked by calibrate
             report = conversion.calibrate(
-                model, batches, objective=objective, steps=settings.steps, seed=settings.seed,
-                on_step=show("calibrating"),
+                subject.body, subject.learned, objective=objective, steps=settings.steps, seed=settings.seed,
+                checkpoint=progress, on_step=show("calibrating"),
             )  # fmt: skip
             say(console, str(report))
+            before.add("calibrated", report.seconds)
         if settings.finetune_steps:
             tuned = conversion.finetune(
-                model, batches, steps=settings.finetune_steps, seed=settings.seed, on_step=show("fine-tuning")
-            )
+                subject.body, subject.learned, steps=settings.finetune_steps, seed=settings.seed,
+                on_step=show("fine-tuning"),
+            )  # fmt: skip
             say(console, str(tuned))
-    say(console, str(conversion.coupling_quality(model, batches[:: max(1, len(batches) // 8)])))
-    return model
+            before.add("fine-tuned", tuned.seconds)
+    progress.unlink(missing_ok=True)
+    table = before.table()
+    show_table(console, table)
+    return subject, table
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+class _Comparison:
+    """What is left of the original, stage by stage, on inputs that were kept back."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.vectors: Tensor = subject.embeddings()
+        self.translations = subject.translate() if subject.translate is not None and _can_score() else None
+        self.rows: list[tuple[str, ...]] = []
+
+    def add(self, stage: str, seconds: float) -> None:
+        kept = fidelity(self.vectors, self.subject.embeddings())
+        row = [stage, f"{kept.cosine:.4f}", f"{kept.rank_correlation:.4f}", f"{100 * kept.neighbour_agreement:.0f} %"]
+        if self.translations is not None and self.subject.translate is not None:
+            row.append(f"{_bleu(self.subject.translate(), self.translations):.1f}")
+        quality = conversion.coupling_quality(self.subject.body, self.subject.held[:2])
+        residual = "–" if quality is None or quality.residual_max is None else f"{quality.residual_max:.0e}"
+        error = "–" if quality is None else f"{quality.doubly_stochastic_mean:.2g}"
+        self.rows.append((*row, residual, error, f"{seconds:.0f}"))
+
+    def table(self) -> Table:
+        count = self.vectors.shape[0]
+        columns = ["", "cosine", "rank\ncorrelation", "same nearest\nneighbour"]
+        columns += ["BLEU against the\noriginal's translations"] if self.translations is not None else []
+        columns += ["residual,\nmax", "d.s. error,\nmean", "seconds"]
+        return Table(f"What is left of the original, on {count} inputs kept back", tuple(columns), tuple(self.rows))
+
+
+def _can_score() -> bool:
     try:
-        import transformers
-        from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
-    except ImportError as error:
-        raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        named = AutoConfig.from_pretrained(str(folder)).architectures or []
-        # the class that was saved keeps its head; AutoModel would drop it
-        kind = getattr(transformers, named[0], AutoModel) if named else AutoModel
-        return kind.from_pretrained(str(folder)), AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:
-        raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from error
+        import sacrebleu  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _bleu(found: list[str], references: list[str]) -> float:
+    from sacrebleu.metrics import BLEU
+
+    return float(BLEU().corpus_score(found, [references]).score)

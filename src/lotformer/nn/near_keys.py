@@ -80,10 +80,12 @@ class NearKeys(nn.Module):
             q_rows = F.pad(q, (0, 0, 0, padding)).view(batch, heads, rows, columns, dim) * dim**-0.5
             near = _neighbours(k[:, :, prefix:], rows, columns, reach)
             allowed = _neighbours(real[:, None, prefix:, None], rows, columns, reach)[..., 0][..., None, :]
-            scores = q_rows @ near.mT
+            index, inside = self._window(columns, reach, q.device)
+            scores = _picked(q_rows @ near.mT, index)
+            inside = inside & _picked(allowed.expand(-1, -1, -1, columns, -1), index)
             # a large negative number, not -inf: a padded query without neighbours must stay finite
             lowest = torch.finfo(dtype).min
-            scores = scores.masked_fill(~(allowed & self._band(columns, reach, q.device)), lowest)
+            scores = scores.masked_fill(~inside, lowest)
             special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
             special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
             scores = torch.cat([special, scores], -1)
@@ -92,8 +94,10 @@ class NearKeys(nn.Module):
             if v is None:
                 return None, share
             weights = (scores - total[..., None]).exp().to(v.dtype)
-            out = weights[..., prefix:] @ _neighbours(v[:, :, prefix:], rows, columns, reach)
-            out = out.flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
+            around = _neighbours(v[:, :, prefix:], rows, columns, reach)
+            band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
+            band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
+            out = (band @ around).flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
             return out[:, :, :length], share
 
     def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:
@@ -103,14 +107,16 @@ class NearKeys(nn.Module):
         columns = max(_CHUNK, self.size // 2)
         return -(-length // columns), columns, 1
 
-    def _band(self, columns: int, reach: int, device: torch.device) -> Tensor:
-        """Which of the `(2 reach + 1) · columns` candidates are in the window of each token of a row."""
-        row, column = torch.arange(-reach, reach + 1, device=device), torch.arange(columns, device=device)
-        if self.kind == "2d":
-            apart = (column[None, :] - column[:, None]).repeat(1, len(row))
-        else:
-            apart = (row[:, None] * columns + column).flatten() - column[:, None]
-        return apart.abs() <= self.size // 2
+    def _window(self, columns: int, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the window of each token of a row is among its `(2 reach + 1) · columns` candidates, and whether it is
+        inside the grid there: `(columns, window)`."""
+        column, step = torch.arange(columns, device=device), torch.arange(self.size, device=device) - self.size // 2
+        place = column[:, None] + step
+        if self.kind == "1d":
+            return place + columns, torch.ones_like(place, dtype=torch.bool)
+        row = columns * torch.arange(2 * reach + 1, device=device)
+        index = place.clamp(0, columns - 1)[:, None] + row[:, None]
+        return index.flatten(1), ((place >= 0) & (place < columns)).repeat(1, len(row))
 
     def _rest(self, q: Tensor, k: Tensor, real: Tensor) -> Tensor:
         """ρ `(B, H, N)`: what the keys far away are taken to add up to."""
@@ -127,6 +133,11 @@ def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
     """Floating-point operations of the two products with the candidates of every token."""
     candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(_CHUNK, size // 2)
     return 4.0 * n * candidates * d
+
+
+def _picked(candidates: Tensor, index: Tensor) -> Tensor:
+    """Of the candidates `(…, columns, n)` of every token, those in its window."""
+    return candidates.gather(-1, index.expand(*candidates.shape[:-1], -1))
 
 
 def _neighbours(x: Tensor, rows: int, columns: int, reach: int) -> Tensor:

@@ -60,7 +60,11 @@ class Coupling:
         return self._received(weights.expand(self.query_plan.shape[:-1]))
 
     def residual(self) -> Tensor:
-        """Worst relative deviation of the column sums from the key masses in force, per head `(B, H)`."""
+        """Worst relative deviation of the column sums from the key masses in force, per head `(B, H)`.
+
+        The factors are formed again from the potentials of the backend's solve. In fp32 and at small ε, rounding makes
+        this larger than what the solve itself reached, which `lot_attention(…, return_residual=True)` tells.
+        """
         return self._deviation(self.column_sums(), self._count(self.query_masses) * self.key_masses)
 
     def doubly_stochastic_error(self) -> Tensor:

@@ -139,6 +139,7 @@ class LoaderStream:
 def _aloof(worker: int) -> None:
     """Leave the process group: Ctrl-C must not end a worker before the step is done and saved."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the run's handler, inherited, only takes note
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from lotformer.attention.lot import LOT
 from lotformer.data.longrange.listops import ListOps
 from lotformer.data.longrange.pathfinder import Pathfinder
 from lotformer.data.longrange.prepare import prepare
@@ -115,6 +116,26 @@ def test_residuals_are_lots_alone(listops):
 def test_exact_couplings_have_no_residual(listops):
     task = LongRange(run_settings(attention_options=("solver=newton", "eps=1.0")), listops)
     assert max(task.residuals(task.build_model().eval())) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("row", "balance", "solver"),
+    [
+        ("lot", "both", "sinkhorn"),
+        ("lot-exact", "both", "newton"),
+        ("lot-semibalanced", "keys", "sinkhorn"),
+        ("lot-unbalanced+dwc", "none", "sinkhorn"),
+    ],
+)
+def test_rows_of_lot_differ_in_what_they_impose(listops, row, balance, solver):
+    settings = ArenaSettings(tasks=("listops",), rows=(row,)).run("listops", row, 0)
+    task = LongRange(settings, listops)
+    model = task.build_model().eval()
+    lots = [module for module in model.modules() if isinstance(module, LOT)]
+    assert {(lot.balance, lot.solver) for lot in lots} == {(balance, solver)}
+    assert settings.local_mixing == row.endswith("+dwc")
+    if balance == "none":
+        assert max(task.residuals(model)) > 1e-2  # columns are uneven, and told as such
 
 
 @pytest.fixture

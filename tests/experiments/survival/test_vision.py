@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
-import timm
 import torch
-from PIL import Image
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lotformer.cli import app
@@ -19,28 +13,6 @@ BRIEF = vision.VisionSettings(
     model="vit_tiny_patch16_224", size=64, classes=3, prototypes=2, calibration_inputs=4, calibration_steps=3,
     kept=(1,), finetune_steps=2, batch_size=2,
 )  # fmt: skip
-
-
-@pytest.fixture
-def images(tmp_path) -> Path:
-    rng = np.random.default_rng(0)
-    for label in range(5):
-        place = tmp_path / "images" / str(label)
-        place.mkdir(parents=True)
-        for index in range(3):
-            pixels = rng.normal(40 * label + 40, 25, (64, 64, 3)).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{index}.png")
-    return tmp_path / "images"
-
-
-@pytest.fixture
-def checkpoint(tmp_path, monkeypatch) -> Path:
-    torch.manual_seed(0)
-    create = timm.create_model
-    small = {"embed_dim": 24, "num_heads": 3, "depth": 2}
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **small, **options))
-    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
 
 
 def test_no_image_that_is_scored_is_learned_from(images, tmp_path):

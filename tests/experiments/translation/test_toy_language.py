@@ -19,14 +19,14 @@ def exact(model, tokenizer, pairs) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backbone", ["transformer", "diff"])
-def test_a_toy_language_is_learned_and_survives_conversion(tmp_path, monkeypatch, backbone):
+@pytest.mark.parametrize(("backbone", "steps"), [("transformer", 400), ("diff", 300)])
+def test_a_toy_language_is_learned_and_survives_conversion(tmp_path, monkeypatch, backbone, steps):
     from lotformer.models import translation
 
     monkeypatch.setitem(translation.SIZES, "tiny", translation.Size(2, 64, 128, 2, dropout=0.0))
     toy_language.write(tmp_path)
     pairs = toy_language.pairs(tmp_path)
-    task = Translation(toy_language.settings(backbone=backbone, steps=400, lr=3e-3, warmup_steps=40), pairs)
+    task = Translation(toy_language.settings(backbone=backbone, steps=steps, lr=3e-3, warmup_steps=40), pairs)
     train(task, tmp_path / "run")
     model, tokenizer = load(task.export(tmp_path / "run"))
     assert exact(model, tokenizer, pairs["test"]) > 0.95

@@ -5,7 +5,7 @@ The processor is what mixes; a converted module has one of ours, and its own is 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def attach(model: nn.Module, modules: list[nn.Module]) -> None:
         assert isinstance(module, Attention)
         if not isinstance(module.processor, MechanismProcessor):
             module.__dict__[_PROCESSOR] = module.processor
-            module.set_processor(MechanismProcessor())
+            module.set_processor(cast(Any, MechanismProcessor()))  # it need not be of their class
 
 
 def detach(model: nn.Module, modules: list[nn.Module]) -> None:

@@ -242,11 +242,23 @@ def render(folder: Path) -> Report:
         budgets.setdefault(f"{COLUMNS[cell.task]}: {text}; {record.provenance.where()}", [])
     notes = (
         "Short budgets: these are not the paper's 50,000 steps, and are comparable only with each other.",
-        "Accuracy on the test set with the last weights, mean ± standard deviation over seeds; nothing is selected.",
+        "Accuracy on the test set with the last weights, mean ± standard deviation over seeds; nothing is selected. "
+        f"{_uncertainty(cells)}",
         "Column residual: the worst relative deviation of a column sum of LOT's attention matrix from one.",
         *(f"{text}." for text in budgets),
     )
     return Report(commands, (_accuracies(cells), _costs(cells)), notes, lambda place: draw(cells, place))
+
+
+def _uncertainty(cells: Sequence[Cell]) -> str:
+    """How far two models of equal worth may lie apart by the choice of test examples alone."""
+    by_task = {
+        task: max(2.0 * math.sqrt(2 * cell.accuracy * (1 - cell.accuracy) / cell.tested) for cell in found)
+        for task in COLUMNS
+        if (found := [cell for cell in cells if cell.task == task])
+    }
+    told = ", ".join(f"{COLUMNS[task]} {100 * points:.1f}" for task, points in by_task.items())
+    return f"Differences below these many points are within the choice of test examples: {told}."
 
 
 def _records(folder: Path) -> list[Record]:
@@ -326,6 +338,8 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
                 [100 * point.accuracy for point in cell.curve],
                 color=f"C{rows.index(cell.row) % 10}",
                 label=cell.row,
+                marker="o",
+                markersize=3,
                 linewidth=2 if cell.row.startswith("lot") else 1.2,
             )
         axis.set(title=COLUMNS[task], xlabel="minutes", ylabel="validation accuracy, %")

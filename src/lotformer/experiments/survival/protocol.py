@@ -57,7 +57,7 @@ class ProtocolSettings(Settings):
 class Task(Protocol):
     """A checkpoint with what it learns from and what it is judged by."""
 
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     """Arguments of `convert` for every variant of LOT."""
 
     def load(self, place: Path | None = None) -> Any:

@@ -1,11 +1,12 @@
 """A sentence encoder as a retriever (BEIR's SciFact) and on pairs of sentences (STS-B dev).
 
-It learns from claims of the training set and from documents that are not searched; neither test queries nor the sentences
-of the pairs are among them.
+It learns from claims of the training set and from documents that are not searched; neither test queries nor the
+sentences of the pairs are among them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +45,7 @@ class RetrievalSettings(ProtocolSettings):
 class RetrievalTask:
     """A Hugging Face encoder whose embeddings are means over tokens."""
 
-    options = {"pivots": "input-aware", "window": "1d", "window_size": 5, "prefix_tokens": 1}
+    options: Mapping[str, Any] = {"pivots": "input-aware", "window": "1d", "window_size": 5, "prefix_tokens": 1}
 
     def __init__(self, checkpoint: Path, folder: Path, pairs: Path, settings: RetrievalSettings) -> None:
         from transformers import AutoTokenizer

@@ -1,10 +1,11 @@
-"""A translator: the encoder of a Hugging Face encoder–decoder is converted, and its translations of Multi30k are scored.
+"""A translator: the encoder of an encoder–decoder is converted, and its translations of Multi30k are scored.
 
 It learns from source sentences of the training set, without their translations: its encoder imitates its own states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,7 @@ class TranslationSettings(ProtocolSettings):
 class TranslationTask:
     """Marian and its relatives, by way of `AutoModelForSeq2SeqLM`."""
 
-    options = {"pivots": "input-aware", "window": "1d", "window_size": 5}
+    options: Mapping[str, Any] = {"pivots": "input-aware", "window": "1d", "window_size": 5}
 
     def __init__(self, checkpoint: Path, folder: Path, settings: TranslationSettings) -> None:
         from transformers import AutoTokenizer

@@ -1,12 +1,12 @@
 """A vision transformer: classes are told by the mean of a few images each, in the space of its embeddings.
 
-Images of a class in the order of their names: the first ones make its prototype, the others are scored. What is learned
-from are prototype images of other classes where there are some, without labels, and never an image that is scored.
+Images of a class in the order of their names: the first ones make its prototype, the others are scored. What is
+learned from are prototype images, without labels and of other classes if there are some; never one that is scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,9 +52,10 @@ class Pictures:
 class VisionTask:
     """timm's model from a safetensors file, judged by prototypes."""
 
+    options: Mapping[str, Any] = {"pivots": "input-aware"}
+
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
-        self.options: dict[str, Any] = {"pivots": "input-aware"}
         self.pictures = Pictures(folder)
         if settings.classes > len(self.pictures.classes):
             raise ValueError(f"{folder} holds {len(self.pictures.classes)} classes, not {settings.classes}.")
@@ -65,7 +66,8 @@ class VisionTask:
         import timm
         from safetensors.torch import load_file
 
-        model: nn.Module = timm.create_model(self.settings.model, num_classes=0, dynamic_img_size=True)
+        options: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
+        model: nn.Module = timm.create_model(self.settings.model, **options)
         if place is None:
             model.load_state_dict(load_file(str(self.checkpoint)))
         else:

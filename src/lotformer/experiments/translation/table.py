@@ -133,11 +133,10 @@ def _trained(settings: TranslationSettings, pairs: TranslationSet, place: Path, 
     from ...training.run import train
     from .task import MODEL, Translation
 
-    if (place / MODEL / "config.json").is_file():
-        return place / MODEL
     task = Translation(settings, pairs)
+    # a run that is finished takes no step, but one with other settings is refused
     train(task, place, resume=True, listeners=[_Watch(f"training {place.name}", listen)])
-    return task.export(place)
+    return place / MODEL if (place / MODEL / "config.json").is_file() else task.export(place)
 
 
 class _Watch:

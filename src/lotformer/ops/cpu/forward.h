@@ -23,18 +23,18 @@ static float write_output(const Head& head, const Tokens& t, const Rows& out, co
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       View e = k.plan;
-      if (b) {
+      const float* u = plan.u ? plan.u + i : k.extra;
+      if (b)
         e = plan.rows.at(i);
-        dot_rows(e, count, b, p.vectors, k.sum);
-      } else if (plan.rows.data) {
+      else if (plan.rows.data)
         exp_block(plan.rows.at(i), count, 1.f, plan.g, p.vectors, k.plan, k.shift, k.sum);
-      } else {
+      else
         first_scores(head, t, k, i, count, plan.g, k.plan);
-      }
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      if (b && !plan.u) dot_rows(e, count, b, p.vectors, k.sum);
+      if (!plan.u) divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       if (solved) weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       const Block to = target_rows(t, out, i, head.call->value_dim, k.output);
-      multiply_nn(e.data, e.ld, count, p.rank, scaled, width, width / W, to.data, to.ld, k.extra, kOutput);
+      multiply_nn(e.data, e.ld, count, p.rank, scaled, width, width / W, to.data, to.ld, u, kOutput);
       write_rows(t, out, i, count, head.call->value_dim, to, k.output);
     }
   });
@@ -64,13 +64,13 @@ static float collect_values(const Head& head, const Tokens& t, const Rows& value
 static QueryPlan solve_query_plan(const Head& head, const Tokens& t, const Block& rows, float* state, float* form) {
   if (head.call->solver == kNewton) {
     const Solution s = solve_queries(head, t, rows, state, form);
-    return {rows, {s.high, s.low}, s.b};
+    return {rows, {s.high, s.low}, s.b, nullptr};
   }
   float* b_or_g = head.arena.zeros<float>(head.pivots.padded);
-  if (query_sweeps(head, t, rows, b_or_g, state)) return {rows, {nullptr}, b_or_g};
+  if (query_sweeps(head, t, rows, b_or_g, state)) return {rows, {nullptr}, b_or_g, nullptr};
   query_sweeps_log(head, t, rows, b_or_g, state);
   *form = 1;
-  return {rows, {b_or_g}, nullptr};
+  return {rows, {b_or_g}, nullptr, nullptr};
 }
 
 static void forward_sample(Head& head) {
@@ -93,7 +93,7 @@ static void forward_sample(Head& head) {
     clear_padding(none, out, c.length[kQuery], c.value_dim);
     return;
   }
-  QueryPlan plan{{}, {head.pivots.log_mass}, nullptr};
+  QueryPlan plan{{}, {head.pivots.log_mass}, nullptr, nullptr};
   Head receiving = head;  // the keys' side of the pivots
   if (c.balance == kKeys)
     plan = send_masses(head, queries, take_rows(head, queries), receiving.pivots, state, &notes[kQueryForm]);

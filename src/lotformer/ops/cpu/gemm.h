@@ -176,8 +176,11 @@ static void multiply_tn(const float* a, int64_t lda, int rows, int inner, const 
 static void multiply_symmetric(const float* a, int64_t lda, int vectors, int inner, float* c, int64_t ldc) {
   Ahead nothing{nullptr, 0, 0, 0};
   int v = 0;
-  for (; v + kTileVectors <= vectors; v += kTileVectors)
-    panel_tn<kTileVectors>(a, lda, (v + kTileVectors) * W, inner, a + v * W, lda, c + v * W, ldc, nothing);
+  for (; v + 2 <= vectors; v += 2) {
+    panel_tn<2>(a, lda, (v + 1) * W, inner, a + v * W, lda, c + v * W, ldc, nothing);
+    const int low = (v + 1) * W;  // below the diagonal of the first vector only the second is left
+    panel_tn<1>(a + low, lda, W, inner, a + low, lda, c + low * ldc + low, ldc, nothing);
+  }
   if (v < vectors) panel_tn<1>(a, lda, (v + 1) * W, inner, a + v * W, lda, c + v * W, ldc, nothing);
 }
 

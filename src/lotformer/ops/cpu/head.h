@@ -409,6 +409,10 @@ static void exp_block(const View& s, int count, float beta, const Potential& g, 
     exp_panel<4, Exponent::kPlain>(s, count, beta, g, vectors, e, shift, sum);
   else if (vectors == 4)
     exp_panel<4, Exponent::kShifted>(s, count, beta, g, vectors, e, shift, sum);
+  else if (vectors == 2 && !g.high)
+    exp_panel<2, Exponent::kPlain>(s, count, beta, g, vectors, e, shift, sum);
+  else if (vectors == 2)
+    exp_panel<2, Exponent::kShifted>(s, count, beta, g, vectors, e, shift, sum);
   else if (!g.high)
     exp_panel<0, Exponent::kPlain>(s, count, beta, g, vectors, e, shift, sum);
   else
@@ -435,31 +439,39 @@ LOT_INLINE void dot_rows(const View& e, int count, const float* b, int vectors, 
 
 template <int NV>
 LOT_INLINE void weigh_panel(const float* e, int64_t ld, int count, const float* w, float* column) {
-  V even[NV], odd[NV];
+  constexpr int kRows = 8 / NV;  // so many sums that no addition waits for the one before
+  V sum[kRows][NV];
+#pragma GCC unroll 8
+  for (int t = 0; t < kRows; t++)
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) even[v] = odd[v] = V{};
+    for (int v = 0; v < NV; v++) sum[t][v] = V{};
   int i = 0;
-  for (; i + 2 <= count; i += 2) {
-    const V w0 = splat(w[i]), w1 = splat(w[i + 1]);
+  for (; i + kRows <= count; i += kRows)
+#pragma GCC unroll 8
+    for (int t = 0; t < kRows; t++) {
+      const V scale = splat(w[i + t]);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
-      even[v] += w0 * load(e + i * ld + v * W);
-      odd[v] += w1 * load(e + (i + 1) * ld + v * W);
+      for (int v = 0; v < NV; v++) sum[t][v] += scale * load(e + (i + t) * ld + v * W);
     }
-  }
-  if (i < count) {
-    const V w0 = splat(w[i]);
+  for (; i < count; i++) {
+    const V scale = splat(w[i]);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) even[v] += w0 * load(e + i * ld + v * W);
+    for (int v = 0; v < NV; v++) sum[0][v] += scale * load(e + i * ld + v * W);
   }
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) store(column + v * W, even[v] + odd[v]);
+  for (int v = 0; v < NV; v++) {
+    V total = sum[0][v];
+#pragma GCC unroll 8
+    for (int t = 1; t < kRows; t++) total += sum[t][v];
+    store(column + v * W, total);
+  }
 }
 
 // column[j] = Σ_i w[i] e[i, j], then added to `columns` in double: a block is short enough for fp32.
 LOT_INLINE void weigh_columns(const View& e, int count, const float* w, int vectors, float* column, double* columns) {
   int v = 0;
   for (; v + 4 <= vectors; v += 4) weigh_panel<4>(e.data + v * W, e.ld, count, w, column + v * W);
+  for (; v + 2 <= vectors; v += 2) weigh_panel<2>(e.data + v * W, e.ld, count, w, column + v * W);
   for (; v < vectors; v++) weigh_panel<1>(e.data + v * W, e.ld, count, w, column + v * W);
   for (int j = 0; j < vectors * W; j++) columns[j] += double(column[j]);
 }

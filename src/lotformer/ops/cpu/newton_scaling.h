@@ -9,8 +9,10 @@ namespace {
 constexpr int kFirstSweeps = 8;
 constexpr float kOverrelaxation = 1.8f;  // of sweeps that converge slowly
 constexpr float kFast = 0.05f;           // change of log b in the second sweep below which they do not
-constexpr double kFarError = 2, kFarReach = 30;  // after the sweeps: the walk along the path is shorter
-constexpr int kPatience = 4, kQuickPasses = 30;  // passes to settle, and to arrive
+constexpr double kFarError = 2;          // after the sweeps: the walk along the path is shorter,
+constexpr double kFarReach = 30, kFartherReach = 60;  // and for the range of the step: with few tokens, with many
+constexpr int kMany = 512;
+constexpr int kPatience = 6, kQuickPasses = 30;  // passes to settle, and to arrive
 constexpr double kRounding = 3e-6;               // an error that rounding may keep from falling
 
 // b ← b (m / column sums)^ω, where the sums are those of the plan. False where fp32 products are not to be trusted.
@@ -87,6 +89,7 @@ static bool approach(const Head& head, const Kernels& x, double tol, Scaling& sc
     if (!relax(p, head.worker[0].columns, omega, scaling, change)) return false;
     if (omega == 1 && change < tol) return true;
     if (sweep == 1 && change > kFast) omega = kOverrelaxation;
+    if (sweep == kFirstSweeps / 2 && change > kFarError) return false;
     if (sweep == kFirstSweeps - 2) omega = 1;
   }
   return true;
@@ -156,7 +159,7 @@ static bool solve_scaled(Newton& n, const Tokens& t, const Block& rows, double t
   for (int pass = 0; change >= tol; pass++) {
     if (pass == kQuickPasses || !to_scaling(head.pivots, g, scaling) || !gather_scaled(n, x, scaling)) return false;
     conclude(n, g, 1);
-    if (pass == 0 && !(n.error < kFarError && n.reach < kFarReach)) return false;
+    if (pass == 0 && !(n.error < kFarError && n.reach < (t.count < kMany ? kFarReach : kFartherReach))) return false;
     if (pass >= kPatience && !(n.error < kSettled)) return false;
     if (n.error < best_error) {
       best_error = n.error;

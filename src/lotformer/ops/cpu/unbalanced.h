@@ -9,6 +9,7 @@ struct QueryPlan {
   Block rows;      // e with b, scores with g; without data they are formed when they are needed
   Potential g;     // then e = exp(s + g − shift) and b = 1
   const float* b;  // (padded) or nullptr
+  float* u;        // of every query where it is known already, else nullptr
 };
 
 static float* ones(const Head& head) {
@@ -23,13 +24,14 @@ static QueryPlan send_masses(const Head& head, const Tokens& t, const Block& row
                              float* form) {
   const Measure& p = head.pivots;
   const Potential prior{p.log_mass};
+  float* u = head.arena.take<float>(round_up(t.count, kBlock));
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = rows.at(i);
       first_scores(head, t, k, i, count, prior, e);
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      divide_masses(t.mass + i, k.sum, count, u + i, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
     }
   });
@@ -40,9 +42,9 @@ static QueryPlan send_masses(const Head& head, const Tokens& t, const Block& row
     log_sent[j] = log(head.worker[0].columns[j]);
     told = told && head.worker[0].columns[j] > kSmallest;
   }
-  QueryPlan plan{rows, {nullptr}, ones(head)};
+  QueryPlan plan{rows, {nullptr}, ones(head), u};
   if (!told && head.call->solver == kSinkhorn) {  // the exact solver counts them all as equally light
-    plan = {rows, prior, nullptr};
+    plan = {rows, prior, nullptr, nullptr};
     *form = 1;
     float* next = head.arena.take<float>(p.padded);
     score_all(head, t, rows);

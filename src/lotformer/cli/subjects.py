@@ -1,0 +1,183 @@
+"""What `lotformer convert` is given, whatever its modality: a model, inputs to learn from, inputs to compare on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torchvision, conversion
+from ..data.batches import Batch, call, main_tensor, pooled
+from ..data.checkpoints import checkpoint_root, encoder_part, save_like
+from ..data.prose import python_reference
+from ..data.text import text_batches
+
+_PICTURES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+_HELD = 128  # inputs to compare on, at most
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to convert. `body` is the part that is converted and taught, `held` what it is compared on.
+
+    `translate` turns the held-back texts into another language; None if the model does not.
+    """
+
+    model: Any
+    body: nn.Module
+    learned: Sequence[Batch]
+    held: Sequence[Batch]
+    translate: Callable[[], list[str]] | None
+    save: Callable[[Path], None]
+    how_to_load: str
+
+    @torch.no_grad()
+    def embeddings(self) -> Tensor:
+        """Unit vectors of the held-back inputs: outputs, or means of hidden states over real tokens."""
+        training = self.body.training
+        self.body.eval()
+        found = [pooled(main_tensor(call(self.body, batch)), batch).float() for batch in self.held]
+        self.body.train(training)
+        return nn.functional.normalize(torch.cat([x.flatten(1) for x in found]), dim=-1)
+
+
+def open_subject(
+    source: str, *, model: str | None, texts: Path | None, images: Path | None, size: int | None, learn: bool
+) -> Subject:
+    """A timm model from a file of weights, or a Hugging Face checkpoint for texts, images or translation.
+
+    Without `learn`, nothing is read to learn from.
+    """
+    if model is not None:
+        return _timm(Path(source), model, images, size, learn)
+    root = checkpoint_root(source)
+    loaded, kind = _hugging_face(root / encoder_part(root))
+    if getattr(loaded, "main_input_name", "") == "pixel_values":
+        processor: Any = kind.AutoImageProcessor.from_pretrained(str(root)) if learn else None
+        wanted = {} if size is None else {"size": {"height": size, "width": size}}
+
+        def picture(file: Path) -> Tensor:
+            return processor(_open(file), return_tensors="pt", **wanted)["pixel_values"][0]
+
+        batches = [{"pixel_values": batch} for batch in _image_batches(images, picture)] if learn else []
+        learned, held = _apart(batches)
+        save: Callable[[Path], None] = lambda out: loaded.save_pretrained(out)  # noqa: E731  three of these side by side
+        return Subject(loaded, loaded, learned, held, None, save, _with_transformers(loaded))
+    tokenizer = kind.AutoTokenizer.from_pretrained(str(root / encoder_part(root)))
+    learned_texts, held_texts = _texts(texts) if learn else ([], [])
+    body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
+    learned, held = (_tokenized(tokenizer, part, loaded) for part in (learned_texts, held_texts[:_HELD]))
+
+    def translate() -> list[str]:
+        found: list[str] = []
+        for batch in held:
+            made = loaded.generate(**batch, num_beams=1, max_new_tokens=batch["input_ids"].shape[1] * 2)
+            found += tokenizer.batch_decode(made, skip_special_tokens=True)
+        return found
+
+    translates = loaded.config.is_encoder_decoder and loaded.can_generate()
+    return Subject(
+        loaded,
+        body,
+        learned,
+        held,
+        translate if translates else None,
+        lambda out: save_like(root, loaded, out),
+        _with_transformers(loaded),
+    )
+
+
+def _tokenized(tokenizer: Any, texts: Sequence[str], model: Any) -> list[dict[str, Tensor]]:
+    batches = text_batches(tokenizer, texts)
+    if not model.config.is_encoder_decoder:
+        return batches
+    taken = ("input_ids", "attention_mask")  # encoders take nothing else, and `generate` refuses it
+    return [{name: batch[name] for name in taken if name in batch} for batch in batches]
+
+
+def _with_transformers(model: Any) -> str:
+    return f"{type(model).__name__}.from_pretrained after `import lotformer`"
+
+
+def _hugging_face(folder: Path) -> tuple[Any, Any]:
+    """The model in a folder, and the library."""
+    try:
+        import transformers
+        from transformers import AutoConfig, AutoModel, logging
+    except ImportError as error:
+        raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        named = AutoConfig.from_pretrained(str(folder)).architectures or []
+        # the class that was saved keeps its head; AutoModel would drop it
+        kind = getattr(transformers, named[0], AutoModel) if named else AutoModel
+        return kind.from_pretrained(str(folder)), transformers
+    except Exception as error:
+        raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from error
+
+
+def _timm(weights: Path, name: str, images: Path | None, size: int | None, learn: bool) -> Subject:
+    _torchvision.prepare()
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("a model of timm's needs timm: pip install 'lotformer[vision]'.") from error
+    from safetensors.torch import load_file
+
+    if not weights.is_file():
+        raise ValueError(f"{weights} is not a file: with --model, give the weights as a safetensors file.")
+    state = load_file(str(weights))
+    options: dict[str, Any] = {} if any(key.startswith("head.") for key in state) else {"num_classes": 0}
+    if size is not None:
+        options["dynamic_img_size"] = True
+    model = timm.create_model(name, **options)
+    model.load_state_dict(state)
+    config = timm.data.resolve_model_data_config(model)
+    if size is not None:
+        config["input_size"] = (config["input_size"][0], size, size)
+    transform = timm.data.create_transform(**config)
+    learned, held = _apart(_image_batches(images, lambda file: transform(_open(file))) if learn else [])
+
+    def save(out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        conversion.save(model, out / "model.safetensors")
+
+    return Subject(model, model, learned, held, None, save, f"lotformer.conversion.load(model, …), model a {name}")
+
+
+def _open(file: Path) -> Any:
+    from PIL import Image
+
+    return Image.open(file).convert("RGB")
+
+
+def _image_batches(folder: Path | None, read: Callable[[Path], Tensor], batch_size: int = 8) -> list[Tensor]:
+    if folder is None:
+        raise ValueError("a vision model learns from images: give a folder of them, --images.")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
+    if not files:
+        raise ValueError(f"{folder} holds no image ({', '.join(sorted(_PICTURES))}).")
+    return [torch.stack([read(f) for f in files[i : i + batch_size]]) for i in range(0, len(files), batch_size)]
+
+
+def _texts(file: Path | None) -> tuple[list[str], list[str]]:
+    """To learn from, and to compare on: other topics of Python's manual, or every tenth line of a file."""
+    if file is None:
+        prose = python_reference()
+        return prose.calibration, prose.held_back
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} holds no text.")
+    return _apart(lines)
+
+
+def _apart(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Nine parts and one; all for both if there are few."""
+    if len(items) < 10:
+        return list(items), list(items)
+    return [x for i, x in enumerate(items) if i % 10], list(items[::10])
