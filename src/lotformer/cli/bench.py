@@ -87,13 +87,6 @@ def model_command(settings: model.ModelSettings, out: Out = None) -> None:
     measure(model, settings, out)
 
 
-@app.command("loop")
-@with_settings(loop.LoopBenchSettings)
-def loop_command(settings: loop.LoopBenchSettings, out: Out = None) -> None:
-    """Compare training steps in the loop with bare ones of the same model, in turns."""
-    measure(loop, settings, out)
-
-
 @app.command("layer")
 @with_settings(layer.LayerSettings)
 def layer_command(settings: layer.LayerSettings, out: Out = None) -> None:
@@ -106,6 +99,13 @@ def layer_command(settings: layer.LayerSettings, out: Out = None) -> None:
 def encoder_command(settings: encoder.EncoderSettings, out: Out = None) -> None:
     """Time converted text encoders against the softmax model, with their cosine and residual."""
     measure(encoder, settings, out)
+
+
+@app.command("loop")
+@with_settings(loop.LoopBenchSettings)
+def loop_command(settings: loop.LoopBenchSettings, out: Out = None) -> None:
+    """Compare training steps in the loop with bare ones of the same model, in turns."""
+    measure(loop, settings, out)
 
 
 @app.command("vision-models")
