@@ -11,11 +11,14 @@ from lotformer.cli import app
 
 
 def test_the_step_of_a_model_is_timed_and_profiled(tmp_path: Path) -> None:
-    words = ["bench", "model", "--sizes", "32", "--seconds", "0.01", "--rank", "4", "--out", str(tmp_path)]
+    words = ["bench", "model", "--sizes", "32", "--batches", "2", "--seconds", "0.01", "--rank", "4"]
+    words += ["--threads", "1", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     points = json.loads((tmp_path / "result.json").read_text())["points"]
-    assert [point["model"] for point in points] == ["lot_deit_tiny_patch16_224", "deit_tiny_patch16_224"]
+    ours, theirs = "lot_deit_tiny_patch16_224", "deit_tiny_patch16_224"
+    assert [point["model"] for point in points] == [ours, f"{ours}, keys alone", theirs]
+    assert "2 × 32 px, 5 tokens, keys alone" in result.output.replace("\n", " ")
     for point in points:
         assert 0 < point["inference_ms"] < point["step_ms"]
         assert point["tokens"] == 5

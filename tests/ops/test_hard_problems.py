@@ -20,9 +20,9 @@ def residual(a: Tensor, x: Batch) -> Tensor:
     return ((received - wanted).abs() / wanted).amax(-1)
 
 
-def dense(x: Batch, backend: str) -> Tensor:
+def dense(x: Batch, backend: str, **more: str) -> Tensor:
     """A itself as the backend computes it in fp32: the values are the identity."""
-    options = x.arguments(FP32)
+    options = x.arguments(FP32) | more
     return lot_attention(
         v=torch.eye(options["k"].shape[2]).expand(*options["k"].shape[:3], -1), backend=backend, **options
     )
@@ -45,6 +45,19 @@ def test_rows_and_columns_and_the_plan_itself_hold(family: str) -> None:
             assert (got.sum(-1) - 1).abs().max() <= 1e-5, said
             assert residual(got, problems).max() <= 1e-4, said
             assert (got - exact.dense()[:, : problems.problems]).abs().max() <= 1e-4, said
+
+
+@needs_kernel
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_hold_with_the_keys_alone_balanced(family: str) -> None:
+    for n, rank, largest in ((33, 20, 258.0), (64, 32, 1000.0), (7, 32, 1000.0)):
+        x = make_batch(family, n, rank, largest, count=8)
+        exact = coupling(**x.arguments(FP64), balance="keys")
+        assert exact.residual().max() <= 1e-6, x.name
+        got = dense(x, "cpu", balance="keys")
+        assert (got.sum(-1) - 1).abs().max() <= 1e-5, x.name
+        assert residual(got, x).max() <= 1e-4, x.name
+        assert (got - exact.dense()).abs().max() <= 1e-4, x.name
 
 
 @needs_kernel

@@ -41,7 +41,7 @@ def run(
 ) -> ComparisonResult:
     """Time the three in turns on each of the target shapes up to `max_n` tokens."""
     backend = agreed_backend(settings, heads=4, head_dim=64, backward=settings.backward)
-    options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps}
+    options = {"rank": settings.rank, **settings.lot_options}
     made = []
     for shape in (shape for shape in TARGET_SHAPES if shape.n <= settings.max_n):
         works = {
@@ -69,5 +69,6 @@ def render(folder: Path) -> Report:
     )  # fmt: skip
     columns = ("shape", "lot\nms", "sdpa\nms", "plain\nPyTorch\nms", "lot ×\nfaster\nthan sdpa",
                "lot × faster\nthan plain\nPyTorch")  # fmt: skip
-    title = f"LOT r={s.rank} T={s.iters} ({result.lot_backend}), {s.direction}, threads: {s.threads}"
+    balance = "" if s.balance == "both" else f", balance {s.balance}"
+    title = f"LOT r={s.rank} T={s.iters}{balance} ({result.lot_backend}), {s.direction}, threads: {s.threads}"
     return Report((result.provenance.command,), (Table(title, columns, rows),), (f"{result.provenance.where()}.",))

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..ops import backends
-from ..ops.problem import Solve, Transport
+from ..ops.problem import Balance, Solve, Solver, Transport
 
-TOLERANCE = 1e-5  # relative, fp32 at ε >= 0.05: values and gradients
+TOLERANCE: dict[Solver, float] = {"sinkhorn": 1e-5, "newton": 1e-4}
+"""Relative, fp32 at ε >= 0.05: values and gradients. An exact solve stops at a tolerance of its own."""
 
 
 class KernelDisagrees(RuntimeError):
@@ -16,12 +17,23 @@ class KernelDisagrees(RuntimeError):
 
 
 def check_backend(
-    backend: str | None, *, rank: int, head_dim: int, heads: int, n: int, eps: float, iters: int, backward: bool
+    backend: str | None,
+    *,
+    rank: int,
+    head_dim: int,
+    heads: int,
+    n: int,
+    eps: float,
+    iters: int,
+    backward: bool,
+    solver: Solver = "sinkhorn",
+    balance: Balance = "both",
+    scores: bool = False,
 ) -> str:
     """Compare the backend that a timing would use with the fp64 reference, and return its name.
 
     Values always, gradients of q, k, v, pivots and masses with `backward`; the error of a tensor is its largest
-    deviation over the largest entry of the reference.
+    deviation over the largest entry of the reference. With `scores`, q and k are the scores of tokens.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -30,17 +42,23 @@ def check_backend(
 
     q, k, v = (draw(2, heads, n, head_dim) for _ in range(3))
     pivots, log_masses = draw(heads, rank, head_dim), draw(heads, rank).log_softmax(-1)
-    transport, solve = Transport(q, k, v, pivots, log_masses), Solve(eps, "sinkhorn", iters)
-    chosen = backends.choose(transport, solve, backend)
     upstream = draw(2, heads, n, head_dim)
+    transport, solve = Transport(q, k, v, pivots, log_masses), Solve(eps, solver, iters, 1e-6, balance=balance)
+    if scores:
+        q, k = (x @ pivots.mT * head_dim**-0.5 for x in (q, k))
+        transport, solve = Transport(q, k, v, None, log_masses), solve._replace(scale=1.0)
+    chosen = backends.choose(transport, solve, backend)
     expected = _evaluate(backends.REFERENCE, transport, solve, torch.float64, upstream, backward)
     got = _evaluate(chosen, transport, solve, torch.float32, upstream, backward)
     for name, reference in expected.items():
         error = ((got[name].double() - reference).abs().amax() / reference.abs().amax()).item()
-        if not error <= TOLERANCE:
+        if not error <= TOLERANCE[solver]:
+            form = "" if (solver, balance, scores) == ("sinkhorn", "both", False) else (
+                f", {solver}, balance {balance}{', scores given' * scores}"
+            )  # fmt: skip
             raise KernelDisagrees(
                 f"backend {chosen.name!r} disagrees with the fp64 reference: relative error {error:.1e} of {name} "
-                f"at n={n}, rank={rank}, eps={eps} (allowed: {TOLERANCE:.0e}). It is not timed."
+                f"at n={n}, rank={rank}, eps={eps}{form} (allowed: {TOLERANCE[solver]:.0e}). It is not timed."
             )
     return chosen.name
 
@@ -53,7 +71,7 @@ def _evaluate(
     upstream: Tensor,
     backward: bool,
 ) -> dict[str, Tensor]:
-    names = ("q", "k", "v", "pivots", "log_masses")
+    names = [name for name in ("q", "k", "v", "pivots", "log_masses") if getattr(transport, name) is not None]
     inputs = {name: getattr(transport, name).to(dtype).requires_grad_(backward) for name in names}
     out = backend.run(transport._replace(**inputs), solve).out
     found = {"the output": out.detach()}

@@ -61,7 +61,7 @@ def run(
     for name in known(settings.mechanisms):
         if name == "lot":
             agreed_backend(settings, heads=settings.heads, head_dim=settings.head_dim, backward=True)
-            options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps, "backend": settings.backend}
+            options = {"rank": settings.rank, **settings.lot_options, "backend": settings.backend}
             alternatives[f"lot r={settings.rank}"] = (name, options)
         else:
             alternatives[name] = (name, {})

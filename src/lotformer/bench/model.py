@@ -1,10 +1,15 @@
-"""A whole model: inference and a training step of DeiT-Tiny with LOT, against timm's with fused softmax."""
+"""A whole model: inference and a training step of DeiT-Tiny with LOT, against timm's with fused softmax.
+
+Inference is that of the folded model (`lotformer.fold`).
+"""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._settings import setting
+from ..layers import AttentionLayer
 from ..results.plain import read
 from ..results.provenance import Provenance
 from ..results.report import Report
@@ -23,6 +29,7 @@ from .timing import alternate
 NAME = "model"
 
 OURS, THEIRS = "lot_deit_tiny_patch16_224", "deit_tiny_patch16_224"
+KEYS = "lot_deit_tiny_patch16_224, keys alone"
 PARTS = ("attn", "mlp")
 
 
@@ -31,7 +38,8 @@ class ModelSettings(LotSettings):
     """Sizes of the images, and how long to measure."""
 
     sizes: tuple[int, ...] = setting((224, 448, 896), "Sides of the images in pixels.", at_least=16)
-    batch: int = setting(1, "Images per batch.", at_least=1)
+    batch: int = setting(1, "Images per batch at sizes that --batches does not reach.", at_least=1)
+    batches: tuple[int, ...] = setting((), "Images per batch at each of the sizes.", at_least=1)
     seconds: float = setting(3.0, "Seconds to spend on each call.")
 
 
@@ -45,6 +53,7 @@ class ModelPoint:
     inference_ms: float
     step_ms: float
     profile: dict[str, float]
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +70,17 @@ def run(
     """Time both models in turns at every size: a forward pass without gradients, and forward, backward and AdamW."""
     agreed_backend(settings, heads=3, head_dim=64, backward=True)
     points = []
-    for size in settings.sizes:
-        models = {name: _model(name, size, settings) for name in (OURS, THEIRS)}
-        pixels = torch.randn(settings.batch, 3, size, size)
+    for size, batch in zip_longest(settings.sizes, settings.batches[: len(settings.sizes)], fillvalue=settings.batch):
+        models = {name: _model(name, size, settings) for name in (OURS, KEYS, THEIRS)}
+        pixels = torch.randn(batch, 3, size, size)
         listen(f"Inference at {size} px")
+        ready = {name: model if name == THEIRS else _folded(model) for name, model in models.items()}
         inference = alternate(
-            {name: _inference(model, pixels) for name, model in models.items()}, seconds_each=settings.seconds
+            {name: _inference(model, pixels) for name, model in ready.items()}, seconds_each=settings.seconds
         )
         listen(f"Training steps at {size} px")
         steps = alternate({name: _step(model, pixels) for name, model in models.items()}, seconds_each=settings.seconds)
-        for name, model in models.items():
+        for name in models:
             points.append(
                 ModelPoint(
                     name,
@@ -78,7 +88,8 @@ def run(
                     (size // 16) ** 2 + 1,
                     1e3 * inference[name].best,
                     1e3 * steps[name].best,
-                    _profile(model, pixels),
+                    _profile(ready[name], pixels),
+                    batch,
                 )
             )
     return ModelResult(NAME, provenance, settings, tuple(points))
@@ -91,26 +102,31 @@ def render(folder: Path) -> Report:
         by_size.setdefault(point.size, {})[point.model] = point
     rows = []
     for size, found in by_size.items():
-        ours, theirs = found[OURS], found[THEIRS]
-        rows.append(
-            (
-                f"{size} px, {ours.tokens} tokens",
-                f"{ours.inference_ms:.0f}",
-                f"{theirs.inference_ms:.0f}",
-                f"{theirs.inference_ms / ours.inference_ms:.2f}×",
-                f"{ours.step_ms:.0f}",
-                f"{theirs.step_ms:.0f}",
-                f"{theirs.step_ms / ours.step_ms:.2f}×",
-                *(f"{100 * point.profile['attn']:.0f} %" for point in (ours, theirs)),
+        theirs = found[THEIRS]
+        for name in (name for name in (OURS, KEYS) if name in found):
+            ours = found[name]
+            images = "" if ours.batch is None else f"{ours.batch} × "
+            alone = ", keys alone" if name == KEYS else ""
+            rows.append(
+                (
+                    f"{images}{size} px, {ours.tokens} tokens{alone}",
+                    f"{ours.inference_ms:.0f}",
+                    f"{theirs.inference_ms:.0f}",
+                    f"{theirs.inference_ms / ours.inference_ms:.2f}×",
+                    f"{ours.step_ms:.0f}",
+                    f"{theirs.step_ms:.0f}",
+                    f"{theirs.step_ms / ours.step_ms:.2f}×",
+                    *(f"{100 * point.profile['attn']:.0f} %" for point in (ours, theirs)),
+                )
             )
-        )
     columns = ("DeiT-Tiny", "LOT,\nms", "softmax,\nms", "gain", "LOT,\nstep ms", "softmax,\nstep ms", "gain",
                "LOT, in\nattention", "softmax, in\nattention")  # fmt: skip
     s = result.settings
+    batches = "" if s.batches else f"Batch {s.batch}, "
     notes = (
         "Inference, a training step (forward, backward, AdamW), and the share of a forward pass that attention layers "
         "take, projections included. softmax is timm's DeiT-Tiny with PyTorch's fused kernel.",
-        f"Batch {s.batch}, rank {s.rank}, {s.iters} sweeps, fp32. {result.provenance.where()}.",
+        f"{batches}rank {s.rank}, {s.iters} sweeps, fp32. {result.provenance.where()}.",
     )
     return Report((result.provenance.command,), (Table("", columns, tuple(rows)),), notes)
 
@@ -124,8 +140,17 @@ def _model(name: str, size: int, settings: ModelSettings) -> nn.Module:
     torch.manual_seed(settings.seed)
     if name == THEIRS:
         return timm.create_model(name, img_size=size)
-    options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps, "backend": settings.backend}
-    return timm.create_model(name, img_size=size, attention_options=options)
+    options = {"rank": settings.rank, **settings.lot_options, "backend": settings.backend}
+    if name == KEYS:
+        options["balance"] = "keys"
+    return timm.create_model(OURS, img_size=size, attention_options=options)
+
+
+def _folded(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for layer in [m for m in twin.modules() if isinstance(m, AttentionLayer)]:
+        layer.fold()
+    return twin
 
 
 def _inference(model: nn.Module, pixels: Tensor) -> Callable[[], Any]:

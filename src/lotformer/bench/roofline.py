@@ -58,7 +58,7 @@ def run(
     """Time LOT and a square product of matrices in turns, forward and forward + backward, on every shape."""
     backend = agreed_backend(settings, heads=4, head_dim=64, backward=True)
     a, b = torch.randn(_MATMUL, _MATMUL), torch.randn(_MATMUL, _MATMUL)
-    options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps, "backend": backend}
+    options = {"rank": settings.rank, **settings.lot_options, "backend": backend}
     points = []
     for shape in (shape for shape in SHAPES if shape.n <= settings.max_n):
         works = {

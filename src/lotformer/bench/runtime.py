@@ -95,7 +95,7 @@ def run(
         backend = agreed_backend(
             settings, heads=settings.heads, head_dim=settings.head_dim, backward=settings.backward, ranks=settings.ranks
         )
-    lot_options = {"iters": settings.iters, "eps": settings.eps, "backend": settings.backend}
+    lot_options = {**settings.lot_options, "backend": settings.backend}
     chosen = candidates(names, settings.ranks, lot_options)
     points: list[Point] = []
     slowest: dict[str, tuple[Workload, float]] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .. import attention
 from .._settings import Settings, setting
+from ..ops.problem import Balance
 from .agreement import check_backend
 
 CORES = min(2, os.cpu_count() or 1)
@@ -30,6 +32,12 @@ class LotSettings(BenchSettings):
     rank: int = setting(32, "Pivots per head.", at_least=1)
     iters: int = setting(5, "Sinkhorn sweeps of LOT.", at_least=1)
     eps: float = setting(1.0, "Entropic regularisation of LOT.")
+    balance: Balance = setting("both", "Marginals that LOT imposes.")
+
+    @property
+    def lot_options(self) -> dict[str, Any]:
+        """How LOT is built for this benchmark, its rank aside."""
+        return {"iters": self.iters, "eps": self.eps, "balance": self.balance}
 
 
 def agreed_backend(
@@ -43,7 +51,7 @@ def agreed_backend(
     names = {
         check_backend(
             settings.backend, rank=rank, head_dim=head_dim, heads=heads, n=SAMPLE, eps=settings.eps,
-            iters=settings.iters, backward=backward,
+            iters=settings.iters, backward=backward, balance=settings.balance,
         )
         for rank in (ranks or [settings.rank])
     }  # fmt: skip

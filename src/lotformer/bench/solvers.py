@@ -1,4 +1,4 @@
-"""What exactness and what bf16 cost: Newton and bf16 tokens against Sinkhorn sweeps in fp32, with their residuals."""
+"""What exactness, bf16, balancing the keys alone and given scores cost or save, against Sinkhorn sweeps in fp32."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .._settings import setting
-from ..ops import lot_attention
+from ..ops import lot_attention, lot_attention_from_scores
 from ..results.plain import read
 from ..results.provenance import Provenance
 from ..results.report import Report
 from ..results.tables import Table
-from .settings import LotSettings, agreed_backend
+from .agreement import check_backend
+from .settings import SAMPLE, LotSettings, agreed_backend
 from .timing import alternate
 from .workload import TARGET_SHAPES, Shape, Workload
 
@@ -30,13 +31,20 @@ class SolverSettings(LotSettings):
 
     eps: float = setting(0.1, "Entropic regularisation of LOT.")
     tol: float = setting(1e-5, "Residual at which the exact solver stops.")
+    backward: bool = setting(False, "Time forward and backward together, not forward alone.")
     max_n: int = setting(2**17, "Skip shapes with more tokens.")
     seconds: float = setting(1.0, "Seconds to spend on each alternative.")
+
+    @property
+    def direction(self) -> str:
+        return "forward + backward" if self.backward else "forward"
 
 
 @dataclass(frozen=True)
 class SolverPoint:
     """One shape. Residuals are the largest relative errors of the column sums of the attention matrices.
+
+    Beside sweeps, the exact solver and bf16, both solvers with the keys alone balanced, and sweeps on given scores.
 
     `newton_times`: time of the exact solve over that of the sweeps. `bf16_times_faster`: sweeps in fp32 over sweeps
     on bf16 tokens.
@@ -61,34 +69,17 @@ class SolverResult:
 def run(
     settings: SolverSettings, provenance: Provenance, listen: Callable[[str], None] = lambda what: None
 ) -> SolverResult:
-    """Time the three in turns on every shape, forward, on the same tokens and pivots."""
-    backend = agreed_backend(settings, heads=4, head_dim=64, backward=False)
+    """Time all of them in turns on every shape, on the same tokens and pivots."""
+    backend = agreed_backend(settings, heads=4, head_dim=64, backward=settings.backward)
+    for form in ({"solver": "newton"}, {"solver": "newton", "balance": "keys"}, {"balance": "keys"}, {"scores": True}):
+        check_backend(
+            backend, rank=settings.rank, head_dim=64, heads=4, n=SAMPLE, eps=settings.eps, iters=settings.iters,
+            backward=settings.backward, **{"balance": settings.balance, **form},
+        )  # fmt: skip
     points = []
     for shape in (shape for shape in TARGET_SHAPES if shape.n <= settings.max_n):
-        generator = torch.Generator().manual_seed(settings.seed)
-        options: dict[str, Any] = {
-            "pivots": torch.randn(shape.heads, settings.rank, shape.head_dim, generator=generator),
-            "log_masses": torch.zeros(shape.heads, settings.rank).log_softmax(-1),
-            "eps": settings.eps,
-            "iters": settings.iters,
-            "tol": settings.tol,
-            "backend": backend,
-        }
-        tokens = Workload("sdpa", shape, seed=settings.seed).tokens()
-        q, k, v = tokens
-        halves = tuple(x.bfloat16() for x in tokens)
-        attend = {
-            "sinkhorn": partial(lot_attention, q, k, **options),
-            "newton": partial(lot_attention, q, k, solver="newton", **options),
-            "sinkhorn bf16": partial(lot_attention, *halves[:2], **options),
-        }
-        values = {"sinkhorn": v, "newton": v, "sinkhorn bf16": halves[2]}
-        residual = {name: _residual(run_once, values[name]) for name, run_once in attend.items()}
-        with torch.no_grad():
-            timings = alternate(
-                {name: partial(run_once, values[name]) for name, run_once in attend.items()},
-                seconds_each=settings.seconds,
-            )
+        calls, residual = _calls(shape, settings, backend)
+        timings = alternate(calls, seconds_each=settings.seconds)
         best = {name: timing.best for name, timing in timings.items()}
         points.append(
             SolverPoint(
@@ -103,6 +94,47 @@ def run(
     return SolverResult(NAME, provenance, settings, backend, tuple(points))
 
 
+def _calls(
+    shape: Shape, settings: SolverSettings, backend: str
+) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
+    """What is timed by name, and how far the column sums of each are off."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    pivots = torch.randn(shape.heads, settings.rank, shape.head_dim, generator=generator)
+    log_masses = torch.zeros(shape.heads, settings.rank).log_softmax(-1)
+    shared = {"eps": settings.eps, "iters": settings.iters, "tol": settings.tol, "backend": backend}
+    q, k, v = Workload("sdpa", shape, seed=settings.seed).tokens()
+    scores = tuple(x @ pivots.mT * shape.head_dim**-0.5 for x in (q, k))
+    halves = tuple(x.bfloat16() for x in (q, k, v))
+    whole, balance = (q, k, v, pivots, log_masses), settings.balance
+    forms: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, Any]]] = {
+        "sinkhorn": (lot_attention, whole, {"balance": balance}),
+        "newton": (lot_attention, whole, {"balance": balance, "solver": "newton"}),
+        "sinkhorn bf16": (lot_attention, (*halves, pivots, log_masses), {"balance": balance}),
+        "sinkhorn keys": (lot_attention, whole, {"balance": "keys"}),
+        "newton keys": (lot_attention, whole, {"balance": "keys", "solver": "newton"}),
+        "sinkhorn scores": (lot_attention_from_scores, (*scores, v, log_masses), {"balance": balance}),
+    }
+    calls: dict[str, Callable[[], object]] = {}
+    residual: dict[str, float] = {}
+    for name, (attend, tensors, options) in forms.items():
+        inputs = tuple(x.detach().clone().requires_grad_(settings.backward) for x in tensors)
+        run_once = partial(attend, *inputs, **shared, **options)
+        calls[name] = partial(_both_ways if settings.backward else _forward, run_once, inputs)
+        values = inputs[2].detach().requires_grad_()
+        residual[name] = _residual(partial(attend, *inputs[:2], values, *inputs[3:], **shared, **options), values)
+    return calls, residual
+
+
+def _forward(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad():
+        return attend()
+
+
+def _both_ways(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    out = attend()
+    return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
 def render(folder: Path) -> Report:
     result = read(SolverResult, folder / "result.json")
     s = result.settings
@@ -115,14 +147,32 @@ def render(folder: Path) -> Report:
     columns = ("shape", "sweeps\nms", "sweeps\nresidual", "newton\nms", "newton\nresidual", "newton\n÷ sweeps",
                "bf16\nms", "bf16\n× faster")  # fmt: skip
     title = (
-        f"LOT r={s.rank} T={s.iters} ε={s.eps:g} tol={s.tol:g}, backend {result.lot_backend}, forward, "
+        f"LOT r={s.rank} T={s.iters} ε={s.eps:g} tol={s.tol:g}, backend {result.lot_backend}, {s.direction}, "
         f"threads: {s.threads}"
     )
-    return Report((result.provenance.command,), (Table(title, columns, rows),), (f"{result.provenance.where()}.",))
+    tables = [Table(title, columns, rows)]
+    if all("newton keys" in p.milliseconds for p in result.points):
+        tables.append(_forms(result))
+    return Report((result.provenance.command,), tuple(tables), (f"{result.provenance.where()}.",))
 
 
-def _residual(attend: Callable[[Tensor], Tensor], v: Tensor) -> float:
+def _forms(result: SolverResult) -> Table:
+    """Balance of the keys alone, and given scores, as factors of what they replace."""
+    rows = []
+    for point in result.points:
+        ms = point.milliseconds
+        rows.append(
+            (str(point.shape), f"{ms['sinkhorn keys']:.3f}", f"{ms['sinkhorn'] / ms['sinkhorn keys']:.2f}",
+             f"{ms['newton keys']:.3f}", f"{point.residual['newton keys']:.1e}",
+             f"{ms['newton'] / ms['newton keys']:.2f}", f"{ms['newton keys'] / ms['sinkhorn']:.2f}",
+             f"{ms['sinkhorn scores']:.3f}", f"{ms['sinkhorn'] / ms['sinkhorn scores']:.2f}")
+        )  # fmt: skip
+    columns = ("shape", "keys alone,\nsweeps ms", "× faster", "keys alone,\nnewton ms", "residual", "× faster",
+               "÷ sweeps\nof the first\ntable", "scores given,\nsweeps ms", "× faster")  # fmt: skip
+    return Table("Against the same solver in the first table", columns, tuple(rows))
+
+
+def _residual(attend: Callable[[], Tensor], values: Tensor) -> float:
     """The gradient of the summed output with respect to a value is that value's column sum, which should be 1."""
-    values = v.detach().clone().requires_grad_()
-    (sums,) = torch.autograd.grad(attend(values).float().sum(), [values])
+    (sums,) = torch.autograd.grad(attend().float().sum(), [values])
     return float((sums[..., 0].float() - 1).abs().amax())

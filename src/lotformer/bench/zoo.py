@@ -81,7 +81,7 @@ def run(settings: ZooSettings, provenance: Provenance, listen: Callable[[str], N
     backend = None
     if "lot" in names:
         backend = agreed_backend(settings, heads=settings.heads, head_dim=settings.head_dim, backward=True)
-    options = {"rank": settings.rank, "iters": settings.iters, "eps": settings.eps, "backend": backend}
+    options = {"rank": settings.rank, **settings.lot_options, "backend": backend}
     shape = Shape(settings.n, 1, settings.heads, settings.head_dim)
     works = [Workload(name, shape, options=options if name == "lot" else {}, seed=settings.seed) for name in names]
     rows = []

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .._files import require_writable, write_json
-from ..bench import against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
+from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
 from ..results.provenance import Provenance, provenance
@@ -69,8 +69,8 @@ def memory_command(settings: memory.MemorySettings, out: Out = None) -> None:
 @app.command("solvers")
 @with_settings(solvers.SolverSettings)
 def solvers_command(settings: solvers.SolverSettings, out: Out = None) -> None:
-    """Compare the exact solver, and bf16 tokens, with Sinkhorn sweeps in fp32: time and residual."""
-    measure(solvers, settings, out)
+    """Compare the exact solver, bf16 tokens, balancing the keys alone, and given scores, with sweeps in fp32."""
+    measure(solvers, settings, out, "_backward" if settings.backward else "")
 
 
 @app.command("roofline")
@@ -92,6 +92,20 @@ def model_command(settings: model.ModelSettings, out: Out = None) -> None:
 def loop_command(settings: loop.LoopBenchSettings, out: Out = None) -> None:
     """Compare training steps in the loop with bare ones of the same model, in turns."""
     measure(loop, settings, out)
+
+
+@app.command("layer")
+@with_settings(layer.LayerSettings)
+def layer_command(settings: layer.LayerSettings, out: Out = None) -> None:
+    """Time a whole attention layer in LOT's forms against the same layer with fused softmax."""
+    measure(layer, settings, out)
+
+
+@app.command("encoder")
+@with_settings(encoder.EncoderSettings)
+def encoder_command(settings: encoder.EncoderSettings, out: Out = None) -> None:
+    """Time converted text encoders against the softmax model, with their cosine and residual."""
+    measure(encoder, settings, out)
 
 
 @app.command("vision-models")

@@ -16,9 +16,15 @@ from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
 from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
 from .settings import with_settings
-from .survival import conversion_anatomy, survival_retrieval, survival_translation, survival_vision
+from .survival import (
+    conversion_anatomy,
+    survival_retrieval,
+    survival_speed,
+    survival_translation,
+    survival_vision,
+)
 from .terminal import command_line, one_clear_error, progress_bar, publish
-from .translation import experiment_translation
+from .translation import experiment_translation, experiment_translation_speed
 from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
@@ -81,6 +87,7 @@ def stsb(
 
 
 app.command("conversion-anatomy")(conversion_anatomy)
+app.command("survival-speed")(survival_speed)
 app.command("survival-vision")(survival_vision)
 app.command("survival-retrieval")(survival_retrieval)
 app.command("survival-translation")(survival_translation)
@@ -88,6 +95,7 @@ app.command("lra")(experiment_lra)
 app.command("lra-throughput")(experiment_throughput)
 app.command("pathfinder")(experiment_pathfinder)
 app.command("translation")(experiment_translation)
+app.command("translation-speed")(experiment_translation_speed)
 app.command("vision-ladder")(vision_ladder)
 app.command("sinkhorn-ablation")(sinkhorn_ablation)
 app.command("rank-ablation")(rank_ablation)

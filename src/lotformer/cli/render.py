@@ -10,21 +10,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..bench import against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
+from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..experiments import glue, stsb, survival
 from ..experiments.longrange import pathfinder_check
 from ..experiments.longrange import table as lra
 from ..experiments.longrange import throughput as lra_throughput
+from ..experiments.translation import speed as translation_speed
 from ..experiments.translation import table as translation
 from ..experiments.vision import ladder, rank, sinkhorn
 from ..results.report import Report
 from .terminal import one_clear_error, publish
 
-_BENCHMARKS = (against_sdpa, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
-_EXPERIMENTS = (glue, stsb, lra, lra_throughput, pathfinder_check, translation, ladder, rank, sinkhorn)
-_SURVIVAL = (survival.anatomy, survival.vision, survival.retrieval, survival.translation)
+_BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
+_EXPERIMENTS = (glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
+_TRANSLATION = (translation, translation_speed)
+_SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
 RENDERERS: dict[str, Callable[[Path], Report]] = {
-    module.NAME: module.render for module in (*_BENCHMARKS, *_EXPERIMENTS, *_SURVIVAL)
+    module.NAME: module.render for module in (*_BENCHMARKS, *_EXPERIMENTS, *_TRANSLATION, *_SURVIVAL)
 }
 
 

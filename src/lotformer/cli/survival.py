@@ -11,7 +11,7 @@ from rich.console import Console
 from ..data import glue, retrieval
 from ..data.checkpoints import checkpoint_folder
 from ..data.folder import VARIABLE, data_folder
-from ..experiments.survival import anatomy, translation, vision
+from ..experiments.survival import anatomy, speed, translation, vision
 from ..experiments.survival import retrieval as retriever
 from ..results.sources import Source, checkpoint_source, files_source
 from .settings import with_settings
@@ -58,6 +58,16 @@ def survival_vision(
         with progress_bar(console) as listen:
             vision.EXPERIMENT.run(task, out, _names(variants), settings, sources, listen, command_line())
         publish(console, vision.render(out), out)
+
+
+@with_settings(speed.SpeedSettings)
+def survival_speed(settings: speed.SpeedSettings, out: Out = Path("out/survival-speed")) -> None:
+    """A vision transformer: how much faster it is converted, whole, at several sizes of the image."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        with progress_bar(console) as listen:
+            speed.run(out, settings, listen, command_line())
+        publish(console, speed.render(out), out)
 
 
 @with_settings(retriever.RetrievalSettings)

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from lotformer.cli import app
-from lotformer.experiments.translation import conversions, table
+from lotformer.experiments.translation import conversions, speed, table
 from lotformer.experiments.translation.rows import ROWS
 from lotformer.models.translation import build
 from support import toy_language
@@ -76,6 +76,23 @@ def test_a_checkpoint_takes_the_place_of_a_base(data, tmp_path):
     )
     assert (cell.base, cell.row) == ("opus", "espformer")
     assert not (tmp_path / "runs").exists()
+
+
+def test_both_encoders_decode_both_workloads(data, tmp_path):
+    pairs = toy_language.pairs(data)
+    build("transformer", "tiny", vocabulary=len(pairs.tokenizer)).save_pretrained(tmp_path / "model")
+    pairs.tokenizer.save_pretrained(tmp_path / "model")
+    small = speed.SpeedSettings(
+        row="lot", sentences=5, documents=2, document_tokens=30, document_output=3, beams=2, repeats=1
+    )
+    cells = speed.run(small, tmp_path / "model", data / "test.xx", tmp_path / "out")
+    assert [(cell.workload, cell.encoder, cell.texts) for cell in cells] == [
+        ("sentences", "softmax", 5), ("sentences", "lot", 5), ("documents", "softmax", 2), ("documents", "lot", 2),
+    ]  # fmt: skip
+    assert [cell.source_tokens for cell in cells[2:]] == [30, 30]
+    assert all(cell.said <= 3 for cell in cells[2:])
+    assert speed.run(small, tmp_path / "model", data / "test.xx", tmp_path / "out") == cells
+    assert "translations per second" in speed.render(tmp_path / "out").markdown()
 
 
 def test_a_swap_that_touches_anything_else_is_an_error(monkeypatch):

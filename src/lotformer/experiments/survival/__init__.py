@@ -1,5 +1,5 @@
 """What survives of real checkpoints: a vision transformer, a retriever, a translator; one protocol for all."""
 
-from . import anatomy, retrieval, translation, vision
+from . import anatomy, retrieval, speed, translation, vision
 
-__all__ = ["anatomy", "retrieval", "translation", "vision"]
+__all__ = ["anatomy", "retrieval", "speed", "translation", "vision"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,24 @@ def translate(
     """
     tokens = tokenizer(list(texts), truncation=True, max_length=longest)["input_ids"] if texts else []
     order = [index for index in range(len(texts)) if texts[index].strip()]
-    order.sort(key=lambda index: len(tokens[index]))
     found = [""] * len(texts)
+    done = 0
+    pad = model.config.pad_token_id
+    for chunk, ids, real in batches_of_tokens([tokens[index] for index in order], pad, max_tokens):
+        ids, real = ids.to(model.device), real.to(model.device)
+        made = search(model, ids, real, int(1.2 * ids.shape[1] + 10), beams=beams, length_penalty=length_penalty)
+        for place, text in zip(chunk, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True):
+            found[order[place]] = text.strip()
+        done += len(chunk)
+        on_batch(done, len(order))
+    return found
+
+
+def batches_of_tokens(
+    tokens: Sequence[Sequence[int]], pad: int, max_tokens: int = 1024
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Texts of similar length together: their places, their tokens `(B, N)`, and 1 where a token is real."""
+    order = sorted(range(len(tokens)), key=lambda place: len(tokens[place]))
     done = 0
     while done < len(order):
         count = 1
@@ -64,15 +80,10 @@ def translate(
             count += 1
         chunk = order[done : done + count]
         width = len(tokens[chunk[-1]])
-        pad = model.config.pad_token_id
-        ids = torch.tensor([tokens[i] + [pad] * (width - len(tokens[i])) for i in chunk], device=model.device)
-        real = torch.tensor([[1] * len(tokens[i]) + [0] * (width - len(tokens[i])) for i in chunk], device=model.device)
-        made = search(model, ids, real, int(1.2 * width + 10), beams=beams, length_penalty=length_penalty)
-        for index, text in zip(chunk, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True):
-            found[index] = text.strip()
+        ids = torch.tensor([[*tokens[place], *[pad] * (width - len(tokens[place]))] for place in chunk])
+        real = torch.arange(width) < torch.tensor([len(tokens[place]) for place in chunk])[:, None]
+        yield chunk, ids, real.long()
         done += count
-        on_batch(done, len(order))
-    return found
 
 
 @torch.no_grad()
