@@ -132,7 +132,8 @@ def _timm(weights: Path, name: str, images: Path | None, size: int | None, learn
     if not weights.is_file():
         raise ValueError(f"{weights} is not a file: with --model, give the weights as a safetensors file.")
     state = load_file(str(weights))
-    options: dict[str, Any] = {} if any(key.startswith("head.") for key in state) else {"num_classes": 0}
+    head = state.get("head.weight")  # of as many classes as it was trained for
+    options: dict[str, Any] = {"num_classes": 0 if head is None else head.shape[0]}
     if size is not None:
         options["dynamic_img_size"] = True
     model = timm.create_model(name, **options)
