@@ -183,6 +183,19 @@ def test_long_sums_do_not_drift() -> None:
     assert_agrees(got, run(x, torch.float64, "reference"), 1e-5)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("form", ["sinkhorn", "newton", "sinkhorn, keys", "newton, keys"])
+def test_one_long_head_agrees_though_its_rows_lie_in_the_results(form: str, threads: int) -> None:
+    x = problem(batch=1, heads=1, n=8300, m=8240, rank=32, dim=64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = run(x, torch.float32, "cpu", eps=0.5, **FORMS[form])
+    finally:
+        torch.set_num_threads(before)
+    assert_agrees(got, run(x, torch.float64, "reference", eps=0.5, **exact(form)), 1e-5)
+
+
 def test_threads_do_not_change_the_result() -> None:
     """Few heads: tokens are shared among threads. Many: heads are."""
     x = problem(batch=1, heads=3, n=3000, m=2900, rank=32, dim=16)

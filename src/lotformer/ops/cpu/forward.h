@@ -33,6 +33,11 @@ static float write_output(const Head& head, const Tokens& t, const Rows& out, co
       if (b && !plan.u) dot_rows(e, count, b, p.vectors, k.sum);
       if (!plan.u) divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       if (solved) weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
+      if (plan.rows.tail && b) {  // rows lie where the output goes
+        scale_rows(e, count, u, p.vectors, k.plan);
+        e = k.plan;
+        u = nullptr;
+      }
       const Block to = target_rows(t, out, i, head.call->value_dim, k.output);
       multiply_nn(e.data, e.ld, count, p.rank, scaled, width, width / W, to.data, to.ld, u, kOutput);
       write_rows(t, out, i, count, head.call->value_dim, to, k.output);
@@ -44,15 +49,23 @@ static float write_output(const Head& head, const Tokens& t, const Rows& out, co
   return largest_deviation(p, head.worker[0].columns);
 }
 
+// Rows for a pass, in the memory of the output if they are many.
+static Block output_rows(const Head& head, const Tokens& t, const Rows& out, int place) {
+  const Call& c = *head.call;
+  const bool fits = can_borrow(head, t, out, c.length[kQuery], c.value_dim, place + 1);
+  return fits ? borrow_rows(head, t, out, place) : take_rows(head, t);
+}
+
 // `Wᵀ v` of the keys goes to the product of worker 0. Returns the error of their plan before its columns are closed.
-static float collect_values(const Head& head, const Tokens& t, const Rows& values, float* state, float* notes) {
+static float collect_values(const Head& head, const Tokens& t, const Rows& values, const Rows& out, float* state,
+                            float* notes) {
   const Call& c = *head.call;
   const Scope scope(c.host);
   if (c.balance == kNone) {
     average_values(head, t, values, state);
     return 0;
   }
-  const Block rows = take_rows(head, t);
+  const Block rows = output_rows(head, t, out, 1);  // queries may have the first place
   if (c.solver == kNewton) return solve_keys(head, t, values, rows, state, &notes[kKeyForm]);
   if (!key_sweeps(head, t, values, rows, state, &notes[kKeyOrigin])) {
     key_sweeps_log(head, t, values, rows, state);
@@ -96,14 +109,14 @@ static void forward_sample(Head& head) {
   QueryPlan plan{{}, {head.pivots.log_mass}, nullptr, nullptr};
   Head receiving = head;  // the keys' side of the pivots
   if (c.balance == kKeys)
-    plan = send_masses(head, queries, take_rows(head, queries), receiving.pivots, state, &notes[kQueryForm]);
-  const float key_error = collect_values(receiving, keys, values, state + query_vectors(c) * c.rank, notes);
+    plan = send_masses(head, queries, output_rows(head, queries, out, 0), receiving.pivots, state, &notes[kQueryForm]);
+  const float key_error = collect_values(receiving, keys, values, out, state + query_vectors(c) * c.rank, notes);
   const float* collected = head.worker[0].product;
   for (int j = 0; j < c.rank; j++)
     memcpy(mixed + int64_t(j) * c.value_dim, collected + int64_t(j) * head.value_padded,
            sizeof(float) * size_t(c.value_dim));
   if (c.balance == kBoth)
-    plan = solve_query_plan(head, queries, take_rows(head, queries), state, &notes[kQueryForm]);
+    plan = solve_query_plan(head, queries, output_rows(head, queries, out, 0), state, &notes[kQueryForm]);
   const float error = write_output(head, queries, out, plan, collected);
   notes[kResidual] = error <= key_error ? key_error : error;
   clear_padding(queries, out, c.length[kQuery], c.value_dim);

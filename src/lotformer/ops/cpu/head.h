@@ -12,6 +12,7 @@ namespace {
 using namespace lot;
 
 constexpr int kBlock = 96;
+constexpr int64_t kWorthBorrowing = 1 << 18;  // numbers: more do not stay in a cache anyway
 constexpr float kNothing = -1e30f;
 constexpr float kTiny = 1e-37f;
 
@@ -88,21 +89,25 @@ static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const A
   return t;
 }
 
-// Rows of a matrix, `ld` floats apart: to read, and to write.
-struct View {
-  const float* data;
+// Rows of a matrix, `ld` floats apart: to read, and to write. Whole blocks may be `step` apart, and what is left after the
+// last of them lie in `tail`.
+template <class T>
+struct Matrix {
+  T* data;
   int64_t ld;
+  T* tail = nullptr;  // with it:
+  int64_t step = 0, whole = 0;  // rows in whole blocks
 
-  View at(int64_t row) const { return {data + row * ld, ld}; }
+  Matrix at(int64_t row) const {
+    if (!tail) return {data + row * ld, ld};
+    if (row >= whole) return {tail + (row - whole) * ld, ld};
+    return {data + row / kBlock * step + row % kBlock * ld, ld};
+  }
+  operator Matrix<const T>() const { return {data, ld, tail, step, whole}; }
 };
 
-struct Block {
-  float* data;
-  int64_t ld;
-
-  Block at(int64_t row) const { return {data + row * ld, ld}; }
-  operator View() const { return {data, ld}; }
-};
+using View = Matrix<const float>;
+using Block = Matrix<float>;
 
 // Rows [first, first + count) of a tensor that belongs to the tokens, as fp32. `vectors` asks for rows padded with
 // zeros to whole vectors. Nothing is copied when the tensor already is what is asked for.
@@ -313,6 +318,23 @@ static Head open_head(const Call& c, int64_t h, int workers) {
 static Block take_rows(const Head& head, const Tokens& t) {
   const int64_t padded = head.pivots.padded;
   return {head.arena.take<float>(round_up(t.count, kBlock) * padded), padded};
+}
+
+// Whether the rows of a long sequence fit into the memory of a result that will be written over them, `places` times: into
+// that of as many tokens, block by block, so that whoever writes a block has read it. That is a little slower than scratch,
+// which is only large next to inputs and outputs if there is but one head.
+static bool can_borrow(const Head& head, const Tokens& t, const Rows& result, int64_t length, int width, int places) {
+  const int64_t padded = head.pivots.padded;
+  const bool one = head.call->batch * head.call->heads == 1;
+  return one && t.count * padded >= kWorthBorrowing && !t.bf16 && t.count <= length && result.token == width &&
+         places * padded <= width;
+}
+
+// In scratch only what passes write up to a whole vector.
+static Block borrow_rows(const Head& head, const Tokens& t, const Rows& result, int place) {
+  const int64_t padded = head.pivots.padded, size = kBlock * padded;
+  return {static_cast<float*>(result.data) + place * size, padded, head.arena.take<float>(size), kBlock * result.token,
+          t.count / kBlock * kBlock};
 }
 
 // To be called first for every sample, in scratch that is released with it.

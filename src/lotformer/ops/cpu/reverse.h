@@ -27,17 +27,21 @@ struct Reverse {
   double* log_mass;     // gradient of log a per token, or nullptr
 };
 
-// The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room.
+// The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room; in
+// long sequences the kernel does so too.
 static Reverse open_reverse(const Head& head, const Tokens& t, int side, int width, bool logarithmic, const Rows& dx) {
   Reverse r;
   const int64_t room = r.room = round_up(t.count, kBlock);
   r.head = &head;
   r.t = &t;
-  const bool borrows = !logarithmic && !t.bf16 && !t.index && head.pivots.padded <= head.pivots.dim;
+  const int dim = head.pivots.dim;
+  const bool borrows = !logarithmic && !t.bf16 && !t.index && head.pivots.padded <= dim;
+  const bool borrows_twice = borrows && can_borrow(head, t, dx, t.count, dim, 2);
   const Block own = borrows ? Block{} : take_rows(head, t);
   r.grad = logarithmic ? own : Block{};
   r.plan_grad = borrows ? Block{static_cast<float*>(dx.data), dx.token} : own;
-  r.rows = take_rows(head, t);
+  if (borrows_twice) r.plan_grad = borrow_rows(head, t, dx, 0);
+  r.rows = borrows_twice ? borrow_rows(head, t, dx, 1) : take_rows(head, t);
   r.width = width;
   r.used = 0;
   r.a = logarithmic ? nullptr : head.arena.take<float>(room * width);
