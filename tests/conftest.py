@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import hypothesis
 import pytest
 import torch
@@ -9,6 +11,10 @@ import torch
 from lotformer import _torchvision
 
 _torchvision.prepare()  # tests import timm, which cannot import a CUDA build of torchvision beside a CPU build of torch
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # as a job in the background of a script we were told to ignore Ctrl-C; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("default")

@@ -50,7 +50,8 @@ def wrong_gradient(transport, *rest):
 @pytest.fixture
 def wrong_backends(monkeypatch):
     made = tuple(
-        backends.Backend(run.__name__, run, lambda: None, lambda transport: None) for run in (wrong, wrong_gradient)
+        backends.Backend(run.__name__, run, lambda: None, lambda transport, solve: None)
+        for run in (wrong, wrong_gradient)
     )
     monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, *made))
 

@@ -18,7 +18,7 @@ from lotformer.conversion.hosts.sites import converted
 from support.full_disk import full_disk, needs_limits
 from support.small_models import SMALL, output
 
-HUGGING_FACE = [name for name in SMALL if name not in ("timm-vit", "torch-encoder")]
+HUGGING_FACE = [name for name in SMALL if not name.startswith(("timm-", "torch-"))]
 
 LOADER = """
 import sys, torch, lotformer

@@ -72,8 +72,11 @@ def run(
     """Time all of them in turns on every shape, on the same tokens and pivots."""
     backend = agreed_backend(settings, heads=4, head_dim=64, backward=settings.backward)
     forms: tuple[dict[str, Any], ...] = (
-        {"solver": "newton"}, {"solver": "newton", "balance": "keys"}, {"balance": "keys"}, {"scores": True}
-    )  # fmt: skip
+        {"solver": "newton"},
+        {"solver": "newton", "balance": "keys"},
+        {"balance": "keys"},
+        {"scores": True},
+    )
     for form in forms:
         check_backend(
             backend, rank=settings.rank, head_dim=64, heads=4, n=SAMPLE, eps=settings.eps, iters=settings.iters,

@@ -14,7 +14,7 @@ from .. import _torchvision, conversion
 from ..data.batches import Batch, call, main_tensor, pooled
 from ..data.checkpoints import checkpoint_root, encoder_part, save_like
 from ..data.prose import python_reference
-from ..data.text import text_batches
+from ..data.text import load_tokenizer, text_batches
 
 _PICTURES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 _HELD = 128  # inputs to compare on, at most
@@ -67,7 +67,7 @@ def open_subject(
         learned, held = _apart(batches)
         save: Callable[[Path], None] = lambda out: loaded.save_pretrained(out)  # noqa: E731  three of these side by side
         return Subject(loaded, loaded, learned, held, None, save, _with_transformers(loaded))
-    tokenizer = kind.AutoTokenizer.from_pretrained(str(root / encoder_part(root)))
+    tokenizer = load_tokenizer(root / encoder_part(root))
     learned_texts, held_texts = _texts(texts) if learn else ([], [])
     body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
     learned, held = (_tokenized(tokenizer, part, loaded) for part in (learned_texts, held_texts[:_HELD]))
@@ -132,7 +132,8 @@ def _timm(weights: Path, name: str, images: Path | None, size: int | None, learn
     if not weights.is_file():
         raise ValueError(f"{weights} is not a file: with --model, give the weights as a safetensors file.")
     state = load_file(str(weights))
-    options: dict[str, Any] = {} if any(key.startswith("head.") for key in state) else {"num_classes": 0}
+    head = state.get("head.weight")  # of as many classes as it was trained for
+    options: dict[str, Any] = {"num_classes": 0 if head is None else head.shape[0]}
     if size is not None:
         options["dynamic_img_size"] = True
     model = timm.create_model(name, **options)

@@ -68,15 +68,13 @@ def translate_command(
     text: Annotated[
         Path | None, typer.Argument(help="File with one text per line; standard input if not given.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the translations; standard output if not given.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beams of the search.")] = 5,
     length_penalty: Annotated[float, typer.Option(help="Power of the length that scores are divided by.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most source tokens of a batch, padding counted.")] = 1024,
     longest: Annotated[int, typer.Option(min=2, help="Source tokens after which a text is cut.")] = 1024,
     lowercase: Annotated[bool, typer.Option(help="Lower-case the texts, for models trained so.")] = False,
 ) -> None:
-    """Translate texts, one per line, to as many lines."""
-    from .._files import write_text
+    """Translate texts, one per line, to as many lines on standard output."""
     from ..experiments.translation.decoding import load, translate
 
     console = Console(stderr=True)
@@ -89,11 +87,7 @@ def translate_command(
                 loaded, tokenizer, lines, beams=beams, length_penalty=length_penalty, max_tokens=max_tokens,
                 longest=longest, on_batch=lambda done, total: listen("translating", done, total),
             )  # fmt: skip
-        page = "".join(f"{line}\n" for line in made)
-        if out is not None:
-            write_text(page, out)
-    if out is None:
-        sys.stdout.write(page)
+    sys.stdout.writelines(f"{line}\n" for line in made)
 
 
 @with_settings(table.TableSettings, completed)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .batches import main_tensor, pooled
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a Hugging Face checkpoint.
+
+    Raises:
+        ImportError: it is of SentencePiece's kind (Marian's are), and that is not installed.
+    """
+    from transformers import AutoTokenizer
+
+    if any(Path(folder).glob("*.spm")) and importlib.util.find_spec("sentencepiece") is None:
+        raise ImportError("the tokenizer of this checkpoint needs SentencePiece: pip install 'lotformer[text]'.")
+    return AutoTokenizer.from_pretrained(str(folder))
 
 
 def text_batches(

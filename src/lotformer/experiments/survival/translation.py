@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..._settings import setting
 from ...data.checkpoints import save_like
-from ...data.text import embed, text_batches
+from ...data.text import embed, load_tokenizer, text_batches
 from ...data.translation.corpora import multi30k
 from ...results.cells import Listener
 from ..translation.scoring import require_sacrebleu, score
@@ -49,11 +49,9 @@ class TranslationTask:
     options: Mapping[str, Any] = {"pivots": "input-aware", "window": "1d", "window_size": 5}
 
     def __init__(self, checkpoint: Path, folder: Path, settings: TranslationSettings) -> None:
-        from transformers import AutoTokenizer
-
         require_sacrebleu()
         self.checkpoint, self.settings = checkpoint, settings
-        self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+        self.tokenizer = load_tokenizer(checkpoint)
         corpus = multi30k(folder, settings.source, settings.target)
         self.test = corpus.test[: settings.sentences]
         tested = {ours for ours, _ in corpus.test}

@@ -33,10 +33,10 @@ class PairSettings(Settings):
 
 @dataclass(frozen=True)
 class TranslationSettings(TrainSettings, PairSettings):
-    """A run of `lotformer train translation`. The defaults are fairseq's for `transformer_iwslt_de_en`."""
+    """A run of `lotformer train translation`. The defaults are fairseq's for IWSLT'14."""
 
     backbone: Literal["transformer", "diff"] = setting("transformer", "Softmax or differential attention.")
-    size: str = setting("iwslt", "iwslt (fairseq's transformer_iwslt_de_en), small or tiny.")
+    size: str = setting("iwslt", "iwslt (fairseq's size for IWSLT'14), small or tiny.")
     dropout: float | None = setting(None, "Of the residual branches; 0.3, but for tiny.", at_least=0, at_most=1)
     max_tokens: int = setting(
         4096, "Most tokens of a side per update, padding counted, over all processes.", at_least=1
