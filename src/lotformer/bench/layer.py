@@ -108,7 +108,7 @@ def render(folder: Path) -> Report:
             ]
             aware = times["keys, input-aware"] / times["keys"]
             rows.append((f"B{point.batch} N{point.tokens}, {direction}", f"{base:.1f}", *cells, f"{aware:.2f}"))
-    columns = ("shape", "softmax\nms", "LOT", "keys\nalone", "LOT,\nfolded", "keys alone,\nfolded", "input-\naware",
+    columns = ("shape", "softmax\nms", "LOT", "keys\nalone", "LOT,\nfolded", "keys alone,\nfolded", "input-aware",
                "keys alone,\ninput-aware", "input-aware\n÷ fixed,\nkeys alone")  # fmt: skip
     title = f"A layer of width {s.dim} with {s.heads} heads, LOT r={s.rank} T={s.iters} ({result.lot_backend})"
     notes = (
