@@ -79,8 +79,10 @@ def run(
     settings: EncoderSettings, provenance: Provenance, listen: Callable[[str], None] = lambda what: None
 ) -> EncoderResult:
     """Compare embeddings of held-back sentences, then time all models in turns on random tokens without padding."""
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoTokenizer, logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if not settings.original or not settings.converted:
         raise ValueError("give --original and --converted: a softmax encoder, and what was made from it.")
     place = checkpoint_folder(settings.original)

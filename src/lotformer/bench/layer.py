@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ def run(
     """Time all layers in turns on every shape: without gradients, and forward and backward."""
     head_dim = settings.dim // settings.heads
     backend = agreed_backend(settings, heads=settings.heads, head_dim=head_dim, backward=True)
-    for form in ({"balance": "keys"}, {"scores": True}, {"balance": "keys", "scores": True}):
+    forms: tuple[dict[str, Any], ...] = ({"balance": "keys"}, {"scores": True}, {"balance": "keys", "scores": True})
+    for form in forms:
         check_backend(
             settings.backend, rank=settings.rank, head_dim=head_dim, heads=settings.heads, n=SAMPLE, eps=settings.eps,
             iters=settings.iters, backward=True, **form,
@@ -106,7 +108,7 @@ def render(folder: Path) -> Report:
             ]
             aware = times["keys, input-aware"] / times["keys"]
             rows.append((f"B{point.batch} N{point.tokens}, {direction}", f"{base:.1f}", *cells, f"{aware:.2f}"))
-    columns = ("shape", "softmax\nms", "LOT", "keys\nalone", "LOT,\nfolded", "keys alone,\nfolded", "input-\naware",
+    columns = ("shape", "softmax\nms", "LOT", "keys\nalone", "LOT,\nfolded", "keys alone,\nfolded", "input-aware",
                "keys alone,\ninput-aware", "input-aware\n÷ fixed,\nkeys alone")  # fmt: skip
     title = f"A layer of width {s.dim} with {s.heads} heads, LOT r={s.rank} T={s.iters} ({result.lot_backend})"
     notes = (
