@@ -30,7 +30,9 @@ def load(folder: Path) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
         if any(folder.glob("*.spm")) and find_spec("sentencepiece") is None:
-            raise ImportError(f"the vocabulary in {folder} needs sentencepiece: pip install 'lotformer[text]'.") from error
+            raise ImportError(
+                f"the vocabulary in {folder} needs sentencepiece: pip install 'lotformer[text]'."
+            ) from error
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{folder} holds no translation model that can be read: {reason[0]}") from error
 
