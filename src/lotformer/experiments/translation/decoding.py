@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ def load(folder: Path) -> tuple[Any, Any]:
         model = AutoModelForSeq2SeqLM.from_pretrained(str(folder)).eval()
         return model, AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
-        raise ValueError(f"{folder} holds no translation model that can be read: {error}") from error
+        if any(folder.glob("*.spm")) and find_spec("sentencepiece") is None:
+            raise ImportError(
+                f"the vocabulary in {folder} needs sentencepiece: pip install 'lotformer[text]'."
+            ) from error
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{folder} holds no translation model that can be read: {reason[0]}") from error
 
 
 @torch.no_grad()
