@@ -8,6 +8,7 @@ from torch import Tensor
 
 import lotformer
 from lotformer.ops.problem import BALANCES, SOLVERS
+from support.cpu_kernel import needs_kernel
 
 EXACT = {"sinkhorn": {"eps": 2.0, "iters": 60}, "newton": {"eps": 0.2, "solver": "newton", "tol": 1e-9}}
 
@@ -113,3 +114,17 @@ def test_wrong_arguments_are_named(problem):
         lotformer.lot_attention_from_scores(scores, scores, v, log_masses[:, :3].log_softmax(-1))
     with pytest.raises(TypeError, match="lot_attention_from_scores"):
         lotformer.lot_attention(scores, scores, v, None, log_masses)
+
+
+@needs_kernel
+def test_samples_whose_exact_solve_misses_are_solved_by_the_reference(monkeypatch):
+    q, k, v, pivots = draw(3, 2, 9, 4), draw(3, 2, 7, 4), draw(3, 2, 7, 5), draw(3, 2, 3, 4)
+    inputs = [x.float().requires_grad_() for x in (q, k, v, pivots)]
+    options = {"log_masses": torch.full((2, 3), 1 / 3).log(), "eps": 0.3, "solver": "newton", "balance": "keys"}
+    monkeypatch.setattr("lotformer.ops.cpu.op._MISSED", -1.0)  # so that all of them do
+    found = {}
+    for backend in ("reference", "cpu"):
+        out, residual = lotformer.lot_attention(*inputs, **options, backend=backend, return_residual=True)
+        found[backend] = [out, residual, *torch.autograd.grad(out.square().sum(), inputs)]
+    for got, expected in zip(found["cpu"], found["reference"], strict=True):
+        assert torch.equal(got, expected)
