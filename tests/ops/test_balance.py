@@ -121,10 +121,22 @@ def test_samples_whose_exact_solve_misses_are_solved_by_the_reference(monkeypatc
     q, k, v, pivots = draw(3, 2, 9, 4), draw(3, 2, 7, 4), draw(3, 2, 7, 5), draw(3, 2, 3, 4)
     inputs = [x.float().requires_grad_() for x in (q, k, v, pivots)]
     options = {"log_masses": torch.full((2, 3), 1 / 3).log(), "eps": 0.3, "solver": "newton", "balance": "keys"}
-    monkeypatch.setattr("lotformer.ops.cpu.op._MISSED", -1.0)  # so that all of them do
+    monkeypatch.setattr("lotformer.ops.cpu.op._missed", lambda residual, solve: residual >= 0)  # all of them
     found = {}
     for backend in ("reference", "cpu"):
         out, residual = lotformer.lot_attention(*inputs, **options, backend=backend, return_residual=True)
         found[backend] = [out, residual, *torch.autograd.grad(out.square().sum(), inputs)]
     for got, expected in zip(found["cpu"], found["reference"], strict=True):
         assert torch.equal(got, expected)
+
+
+@needs_kernel
+def test_a_loose_tolerance_is_taken_at_its_word(monkeypatch):
+    q, k, v, pivots = draw(8, 2, 40, 8), draw(8, 2, 40, 8), draw(8, 2, 40, 5), draw(2, 6, 8)
+    inputs = [x.float() for x in (q, k, v, pivots)]
+    monkeypatch.setattr("lotformer.ops.reference.run", None)  # nobody solves it again
+    options = {"log_masses": torch.full((2, 6), 1 / 6).log(), "eps": 0.1, "solver": "newton", "balance": "keys"}
+    _, loose = lotformer.lot_attention(*inputs, **options, tol=0.03, return_residual=True)
+    _, tight = lotformer.lot_attention(*inputs, **options, tol=1e-6, return_residual=True)
+    assert 1e-4 < loose.max() <= 0.03
+    assert tight.max() <= 1e-5

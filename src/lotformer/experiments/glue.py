@@ -55,13 +55,15 @@ METHODS: dict[str, Method] = {
     "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
     "lot": Method("lot", "output"),
     "lot-uniform": Method("lot", "output", {"key_masses": "uniform"}),
+    "lot-keys": Method("lot", "output", {"balance": "keys"}),
+    "lot-none": Method("lot", "output", {"balance": "none"}),
     "lot-aware": Method("lot", "output", {"pivots": "input-aware"}),
     "lot-aware-uniform": Method("lot", "output", {"pivots": "input-aware", "key_masses": "uniform"}),
     "lot-aware-keys": Method("lot", "output", {"pivots": "input-aware", "balance": "keys"}),
     "lot-aware-none": Method("lot", "output", {"pivots": "input-aware", "balance": "none"}),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
-The last two have pivots that see the input."""
+`lot-aware` and its variants have pivots that see the input."""
 
 
 @dataclass(frozen=True)
