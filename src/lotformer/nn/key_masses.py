@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..ops.cpu import masses as native
 from .precision import no_autocast
 from .undecayed import Undecayed
 
@@ -42,6 +43,8 @@ class KeyMasses(nn.Module):
         """Masses `(B, H, M)` for queries `(B, H, N, D)` and keys `(B, H, M, D)`, sum 1 over real keys."""
         if self.direction is None:
             return None
+        if q.dtype == k.dtype and native.suits(k, self.direction.bias):
+            return self._native(q, k, key_mask, query_mask)
         with no_autocast(k.device.type):
             mean_query = None if self.query_weight is None else mean_of_real(q, query_mask)
             direction = self.directions(k, mean_query)
@@ -49,6 +52,13 @@ class KeyMasses(nn.Module):
             if key_mask is not None and torch.is_grad_enabled():  # for the gradient of the direction: 0 · NaN is NaN
                 k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
             return masses_of((k @ direction[..., None])[..., 0], key_mask)
+
+    def _native(self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor:
+        """The same in one pass over queries and keys."""
+        assert self.direction is not None
+        if self.query_weight is None:
+            return native.key_masses(None, k, self.direction(k), None, None, key_mask)
+        return native.key_masses(q, k, self.direction(k), self.query_weight(k), query_mask, key_mask)
 
     def directions(self, like: Tensor, mean_query: Tensor | None) -> Tensor:
         """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""

@@ -13,6 +13,8 @@ constexpr double kFarError = 2;          // after the sweeps: the walk along the
 constexpr double kFarReach = 30, kFartherReach = 60;  // and for the range of the step: with few tokens, with many
 constexpr int kMany = 512;
 constexpr int kPatience = 6, kQuickPasses = 30;  // passes to settle, and to arrive
+constexpr double kNear = 0.3, kContraction = 0.3;  // steps that the Hessian serves beyond its pass, and how well it must
+constexpr int kCoasting = 4;
 constexpr double kRounding = 3e-6;               // an error that rounding may keep from falling
 
 // b ← b (m / column sums)^ω, where the sums are those of the plan. False where fp32 products are not to be trusted.
@@ -21,11 +23,10 @@ static bool relax(const Measure& p, const double* columns, float omega, Scaling&
   V low = splat(kLargest), high = V{}, largest = V{};
   VI sound = low == low;
   for (int v = 0; v < p.vectors; v++) {
-    V column, next;
-    for (int t = 0; t < W; t++) {
-      column[t] = float(columns[v * W + t]);
-      next[t] = float(p.mass[v * W + t] / columns[v * W + t]);
-    }
+    float rounded[W];
+    for (int t = 0; t < W; t++) rounded[t] = float(columns[v * W + t]);
+    const V column = load(rounded);
+    V next = load(p.mass + v * W) / column;
     const VI real = ~(load(p.log_mass + v * W) <= 0.5f * kNothing);
     sound &= ((column * scaling.low > kLost) & (column < 1e30f)) | ~real;
     const V ratio = real ? next / load(scaling.b + v * W) : splat(1.f);
@@ -61,31 +62,55 @@ LOT_INLINE float largest_potential(const float* shift, const float* sum, int cou
   return reduce_spread<Max>(largest)[0];
 }
 
-// Forms the kernel and comes near the solution by sweeps. Says whether that is in range; `change` is how near.
-static bool approach(const Head& head, const Kernels& x, double tol, Scaling& scaling, float& change) {
+// Fills the columns of worker 0 with Σ_i a_i e_ij / (e_i·b), from which b gives what the pivots receive.
+static void receive(const Head& head, const Kernels& x, const float* b) {
+  const Measure& p = head.pivots;
+  const Tokens& t = *x.t;
+  start_columns(head);
+  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
+    k.top = 0;
+    for (int64_t i = first; i < last; i += kBlock) {
+      const int count = int(least<int64_t>(kBlock, last - i));
+      const Block e = x.rows.at(i);
+      dot_rows(e, count, b, p.vectors, k.sum);
+      k.top = most<double>(k.top, largest_potential(x.shift + i, k.sum, count));
+      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
+    }
+  });
+  collect_columns(head);
+}
+
+// The same at b = 1, while the kernel is formed.
+static void receive_first(const Head& head, const Kernels& x) {
   const Measure& p = head.pivots;
   const Tokens& t = *x.t;
   const Potential base{starting_potential(head)};
+  start_columns(head);
+  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
+    k.top = 0;
+    for (int64_t i = first; i < last; i += kBlock) {
+      const int count = int(least<int64_t>(kBlock, last - i));
+      const Block e = x.rows.at(i);
+      first_scores(head, t, k, i, count, base, e);
+      memcpy(x.shift + i, k.shift, sizeof(float) * size_t(round_up(count, W)));
+      k.top = most<double>(k.top, largest_potential(k.shift, k.sum, count));
+      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
+    }
+  });
+  collect_columns(head);
+}
+
+// Forms the kernel and comes near the solution by sweeps. Says whether that is in range; `change` is how near.
+static bool approach(const Head& head, const Kernels& x, double tol, Scaling& scaling, float& change) {
+  const Measure& p = head.pivots;
   float omega = 1;
   for (int sweep = 0; sweep < kFirstSweeps; sweep++) {
-    start_columns(head);
-    head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
-      k.top = 0;
-      for (int64_t i = first; i < last; i += kBlock) {
-        const int count = int(least<int64_t>(kBlock, last - i));
-        const Block e = x.rows.at(i);
-        if (sweep == 0) {
-          first_scores(head, t, k, i, count, base, e);
-          memcpy(x.shift + i, k.shift, sizeof(float) * size_t(round_up(count, W)));
-        } else {
-          dot_rows(e, count, scaling.b, p.vectors, k.sum);
-        }
-        k.top = most<double>(k.top, largest_potential(x.shift + i, k.sum, count));
-        divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
-        weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
-      }
-    });
-    collect_columns(head);
+    if (sweep == 0)
+      receive_first(head, x);
+    else
+      receive(head, x, scaling.b);
     if (!relax(p, head.worker[0].columns, omega, scaling, change)) return false;
     if (omega == 1 && change < tol) return true;
     if (sweep == 1 && change > kFast) omega = kOverrelaxation;
@@ -143,6 +168,32 @@ static bool gather_scaled(Newton& n, const Kernels& x, const Scaling& scaling) {
   return sound;
 }
 
+// Goes on from g with the Hessian of the last full pass, which is `moved` away in range: each look costs as little as a
+// sweep, and leaves of the error what the Hessian has changed by since, at most e^moved − 1. True if that arrives; if not,
+// g is a better point for a full pass.
+static bool coast(Newton& n, const Kernels& x, double tol, double moved, double* g, Scaling& scaling) {
+  const Measure& p = n.head->pivots;
+  const double* columns = n.head->worker[0].columns;
+  double before = n.error;
+  for (int look = 0; look < kCoasting; look++) {
+    if (!to_scaling(p, g, scaling)) return false;
+    receive(*n.head, x, scaling.b);
+    double error = 0;
+    for (int j = 0; j < p.rank; j++) {
+      const double b = columns[j] * scaling.b[j], off = b - p.mass[j];
+      error = most(error, fabs(off) / p.mass[j]);
+      n.plain[j] = off;
+    }
+    if (!(error < kContraction * before)) return false;
+    apply_inverse(n.system, -1, {n.plain});
+    for (int j = 0; j < p.rank; j++) g[j] += n.plain[j];
+    moved += range_of(n.plain, p.rank);
+    if (error < tol || 2 * expm1(moved) * error < tol) return true;
+    before = error;
+  }
+  return false;
+}
+
 // Solves for g and the scaling b that belongs to it; rows then hold the kernel. False if that is beyond this form.
 static bool solve_scaled(Newton& n, const Tokens& t, const Block& rows, double tol, double* g, float* b) {
   const Head& head = *n.head;
@@ -172,6 +223,10 @@ static bool solve_scaled(Newton& n, const Tokens& t, const Block& rows, double t
       break;
     }
     for (int j = 0; j < rank; j++) g[j] += n.length * n.corrector[j];
+    if (n.newton && n.length == 1 && n.reach < kNear && coast(n, x, tol, n.reach, g, scaling)) {
+      memcpy(best, g, sizeof(double) * size_t(rank));
+      break;
+    }
   }
   if (best_error < 1e300) memcpy(g, best, sizeof(double) * size_t(rank));
   to_potential(head.pivots, g, n.high, n.low);

@@ -9,15 +9,11 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
+from . import native
+from .native import MAX_WIDTH
 
-_load_error: str | None = None
-try:
+if native.load_error is None:
     from . import _kernel
-except ImportError as error:
-    _load_error = str(error)
-
-MAX_WIDTH = 256
-"""Largest rank and largest head dimension the kernel takes."""
 
 STATE_NOTES = 4
 """Numbers at the end of a head's state that are about the solve, see `call.h`."""
@@ -32,39 +28,33 @@ _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops
 
 def instruction_sets() -> list[str]:
     """The kernels this build can run on this machine, best first; `LOTFORMER_CPU_ISA` picks another one."""
-    return [] if _load_error else _kernel.instruction_sets()
+    return [] if native.load_error else _kernel.instruction_sets()
 
 
 def sum_to_one(log_masses: Tensor) -> bool | None:
     """Whether the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
     x = log_masses
-    if _load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+    if native.load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return None
     return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
 def why_unavailable() -> str | None:
-    if _load_error is None:
+    if native.load_error is None:
         return None
     return (
-        f"the CPU kernel is not built ({_load_error}). Install a C++ compiler and reinstall the package with "
+        f"the CPU kernel is not built ({native.load_error}). Install a C++ compiler and reinstall the package with "
         "`pip install --no-build-isolation -e .`, or go on with the slower reference path."
     )
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    q = transport.q
-    if q.device.type != "cpu":
-        return f"it runs on the CPU and the tensors are on {q.device}."
-    if q.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, not {q.dtype}."
+    reason = native.why_unsuited(transport.q, (torch.float32, torch.bfloat16))
+    if reason is not None:
+        return reason
     _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
-        return "it has no rules for torch.func transforms."
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no forward-mode derivative."
     return None
 
 
@@ -121,9 +111,9 @@ def run(transport: Transport, solve: Solve) -> Result:
     if isinstance(temperature, Tensor):
         per_head, temperature = temperature.float().expand(heads), 0.0
     tensors = _Tensors(
-        q=_rows(t.q),
-        k=_rows(t.k),
-        v=_rows(t.v),
+        q=native.rows(t.q),
+        k=native.rows(t.k),
+        v=native.rows(t.v),
         pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
@@ -185,20 +175,6 @@ def _mended(result: Result, t: Transport, solve: Solve) -> Result:
     )
 
 
-# What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
-
-
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        return torch.ops.lotformer.cpu_forward(*inputs)
-    if torch.is_grad_enabled():
-        for x in inputs[:_COUNT]:
-            if x is not None and x.requires_grad:
-                return _Eager.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _cpu_forward(*inputs)
-
-
 def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
     if masses is None:
         return None
@@ -207,11 +183,6 @@ def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
 
 def _floats(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()  # to ask is quicker than a conversion to nothing else
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The kernel reads any layout whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _state_size(options: _Options, rank: int) -> int:
@@ -265,7 +236,7 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
+    return (*(_fresh_like(native.rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
 def _fresh_like(x: Tensor) -> Tensor:
@@ -274,52 +245,10 @@ def _fresh_like(x: Tensor) -> Tensor:
     return y if y.shape[3] == 1 or y.stride(3) == 1 else x.new_empty(x.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[_COUNT:]
-    ctx.save_for_backward(*output[1:], *inputs[:_COUNT])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * (_COUNT + len(ctx.options))
-    if grad is None:  # whatever came after the output did not depend on it
-        return nothing
-    state, mixed, *tensors = ctx.saved_tensors
-    arguments = (_rows(grad), state, mixed, *tensors, *ctx.options)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        grads = torch.ops.lotformer.cpu_backward(*arguments)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = _cpu_backward(*arguments)
-    wanted = (None if x is None else g for x, g in zip(tensors, grads, strict=False))
-    return (*wanted, *nothing[len(grads) :])
-
-
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = _cpu_forward(*inputs)
-        _setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
-        return output
-
-    backward = staticmethod(_backward)
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        'the CPU kernel has no second derivative. Use `backend="reference"`, which is differentiable any number of '
-        "times for the Sinkhorn solver."
-    )
-
-
-if _load_error is None:
-    _cpu_forward, _cpu_backward = (
-        torch.ops.lotformer.cpu_forward.default._op,
-        torch.ops.lotformer.cpu_backward.default._op,
-    )
-    torch.library.register_fake("lotformer::cpu_forward", _fake_forward)
-    torch.library.register_fake("lotformer::cpu_backward", _fake_backward)
-    torch.library.register_autograd("lotformer::cpu_forward", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("lotformer::cpu_backward", _no_second_derivative)
+_forward = native.Differentiable(
+    "cpu_forward",
+    "cpu_backward",
+    _COUNT,
+    'Use `backend="reference"`, which is differentiable any number of times for the Sinkhorn solver.',
+    fakes=(_fake_forward, _fake_backward),
+)

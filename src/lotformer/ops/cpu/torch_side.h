@@ -23,7 +23,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-std::vector<const lot::Kernel*> runnable_kernels() {
+inline std::vector<const lot::Kernel*> runnable_kernels() {
   std::vector<const lot::Kernel*> kernels;
 #ifdef LOT_X86
   __builtin_cpu_init();
@@ -36,7 +36,7 @@ std::vector<const lot::Kernel*> runnable_kernels() {
   return kernels;
 }
 
-const lot::Kernel& chosen_kernel() {
+inline const lot::Kernel& chosen_kernel() {
   static const std::vector<const lot::Kernel*> kernels = runnable_kernels();
   const char* wanted = std::getenv("LOTFORMER_CPU_ISA");
   if (wanted == nullptr || *wanted == '\0') return *kernels.front();
@@ -49,7 +49,7 @@ const lot::Kernel& chosen_kernel() {
   return *kernels.front();
 }
 
-lot::Host host() {
+inline lot::Host host() {
   lot::Host h;
   h.parallel = [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
     // Across the boundary to torch's threads an exception loses its message.
@@ -71,26 +71,26 @@ lot::Host host() {
 }
 
 // Rows must be contiguous; anything else about the layout is taken as it is.
-Tensor with_contiguous_rows(const Tensor& x) {
+inline Tensor with_contiguous_rows(const Tensor& x) {
   return x.size(3) == 1 || x.stride(3) == 1 ? x : torch::stable::contiguous(x);
 }
 
 // Asking first is much cheaper than a call that finds nothing to do.
-Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+inline Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
-lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+inline lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
-lot::Masses masses(const MaybeTensor& x) {
+inline lot::Masses masses(const MaybeTensor& x) {
   if (!x) return {};
   return {static_cast<const float*>(x->data_ptr()), x->stride(0), x->stride(1), x->stride(2)};
 }
 
-lot::Mask mask(const MaybeTensor& x) {
+inline lot::Mask mask(const MaybeTensor& x) {
   if (!x) return {};
   return {static_cast<const uint8_t*>(x->data_ptr()), x->stride(0), x->stride(1)};
 }
 
-void expect(const Tensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
+inline void expect(const Tensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
   STD_TORCH_CHECK(x.is_cpu(), "lotformer: `", name, "` must be on the CPU.");
   STD_TORCH_CHECK(x.scalar_type() == type, "lotformer: `", name, "` has the wrong dtype.");
   STD_TORCH_CHECK(x.dim() == int64_t(shape.size()), "lotformer: `", name, "` has the wrong number of dimensions.");
@@ -99,7 +99,7 @@ void expect(const Tensor& x, const char* name, ScalarType type, std::vector<int6
                     " in dimension ", i, ", expected ", shape[i], ".");
 }
 
-void expect(const MaybeTensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
+inline void expect(const MaybeTensor& x, const char* name, ScalarType type, std::vector<int64_t> shape) {
   if (x) expect(*x, name, type, shape);
 }
 
@@ -121,20 +121,30 @@ void give_back(StableIValue* stack, const Tensors&... results) {
   ((*stack++ = torch::stable::detail::from(results)), ...);
 }
 
-Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
+inline Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
   return torch::stable::new_empty(like, shape, ScalarType::Float);
 }
 
-float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+inline float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
 // Dense memory in the layout of x as far as that is dense, with contiguous rows: tokens that overlap in memory have a
 // layout without them.
-Tensor fresh_like(const Tensor& x) {
+inline Tensor fresh_like(const Tensor& x) {
   Tensor y = torch::stable::empty_like(x);
   if (y.size(3) != 1 && y.stride(3) != 1)
     y = torch::stable::new_empty(x, std::vector<int64_t>{x.size(0), x.size(1), x.size(2), x.size(3)});
   lot::prefer_huge_pages(y.data_ptr(), size_t(y.numel()) * (y.scalar_type() == ScalarType::Float ? 4 : 2));
   return y;
+}
+
+// sum[i] = Σ_b x[b, i], in double: parameters are shared by the samples.
+inline void add_samples(const Tensor& x, int64_t batch, int64_t size, float* sum) {
+  const float* from = data(x);
+  for (int64_t i = 0; i < size; i++) {
+    double total = 0;
+    for (int64_t b = 0; b < batch; b++) total += from[b * size + i];
+    sum[i] = float(total);
+  }
 }
 
 template <class Call>
