@@ -152,6 +152,12 @@ static void gather(Newton& n, const Cloud& cloud, double beta) {
   collect_columns(head);
 }
 
+// log x; most are near 1, where a few terms will do.
+static double log_ratio(double x) {
+  const double d = x - 1;
+  return fabs(d) < 1e-3 ? d * (1 - d * (1.0 / 2 - d * (1.0 / 3 - d * (1.0 / 4)))) : log(most(x, 1e-300));
+}
+
 // What a pass has told about the steps from potential g and scores β s.
 static void conclude(Newton& n, const double* g, double beta) {
   const Head& head = *n.head;
@@ -161,7 +167,7 @@ static void conclude(Newton& n, const double* g, double beta) {
   n.newton = factorise(n.system, n.sink.matrices, head.workers, b, kRidge);
   n.error = 0;
   for (int j = 0; j < p.rank; j++) {
-    const double ratio = log(most(b[j], 1e-38)) - p.log_mass[j];
+    const double ratio = b[j] == b[j] ? log_ratio(b[j] / p.mass[j]) : b[j];
     n.error = ratio == ratio ? most(n.error, fabs(ratio)) : 1e300;
     n.plain[j] = b[j] - p.mass[j];
     n.corrector[j] = b[j] * ratio;
