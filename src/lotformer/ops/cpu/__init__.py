@@ -1,5 +1,15 @@
 """The fused CPU kernel: C++, forward and backward, chosen at run time for the instruction set of the machine."""
 
+from .near import Reach, can_read_near_keys, read_near_keys
 from .op import instruction_sets, run, sum_to_one, why_unavailable, why_unsupported
 
-__all__ = ["instruction_sets", "run", "sum_to_one", "why_unavailable", "why_unsupported"]
+__all__ = [
+    "Reach",
+    "can_read_near_keys",
+    "instruction_sets",
+    "read_near_keys",
+    "run",
+    "sum_to_one",
+    "why_unavailable",
+    "why_unsupported",
+]

@@ -99,10 +99,14 @@ constexpr double kLargeStep = 10, kBoldness = 0.25;
 // Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
+struct Near;  // near_call.h
+
 struct Kernel {
   const char* name;
   void (*forward)(const Call&);
   void (*backward)(const Call&);
+  void (*near_forward)(const Near&);
+  void (*near_backward)(const Near&);
 };
 
 const Kernel& portable_kernel();

@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::portable_kernel() {
-  static const Kernel kernel{"portable", forward, backward};
+  static const Kernel kernel{"portable", forward, backward, near_forward, near_backward};
   return kernel;
 }

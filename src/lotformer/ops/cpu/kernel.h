@@ -2,3 +2,4 @@
 #pragma once
 #include "backward.h"
 #include "forward.h"
+#include "near.h"

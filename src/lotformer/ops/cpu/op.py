@@ -1,4 +1,4 @@
-"""The CPU kernel as a torch operator: loading, shapes for tracing, gradients, and when it can be used."""
+"""LOT attention as an operator of the CPU kernel: its arguments, its shapes, and when it can be used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
+from .operators import Operator, fresh_like, load_error, output_like, rows, why_not_here
 
-_load_error: str | None = None
-try:
+if load_error is None:
     from . import _kernel
-except ImportError as error:
-    _load_error = str(error)
 
 MAX_WIDTH = 256
 """Largest rank and largest head dimension the kernel takes."""
@@ -32,40 +30,31 @@ _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops
 
 def instruction_sets() -> list[str]:
     """The kernels this build can run on this machine, best first; `LOTFORMER_CPU_ISA` picks another one."""
-    return [] if _load_error else _kernel.instruction_sets()
+    return [] if load_error else _kernel.instruction_sets()
 
 
 def sum_to_one(log_masses: Tensor) -> bool | None:
     """Whether the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
     x = log_masses
-    if _load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+    if load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return None
     return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
 def why_unavailable() -> str | None:
-    if _load_error is None:
+    if load_error is None:
         return None
     return (
-        f"the CPU kernel is not built ({_load_error}). Install a C++ compiler and reinstall the package with "
+        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and reinstall the package with "
         "`pip install --no-build-isolation -e .`, or go on with the slower reference path."
     )
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    q = transport.q
-    if q.device.type != "cpu":
-        return f"it runs on the CPU and the tensors are on {q.device}."
-    if q.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, not {q.dtype}."
     _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
-        return "it has no rules for torch.func transforms."
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no forward-mode derivative."
-    return None
+    return why_not_here(transport.q)
 
 
 class _Tensors(NamedTuple):
@@ -121,9 +110,9 @@ def run(transport: Transport, solve: Solve) -> Result:
     if isinstance(temperature, Tensor):
         per_head, temperature = temperature.float().expand(heads), 0.0
     tensors = _Tensors(
-        q=_rows(t.q),
-        k=_rows(t.k),
-        v=_rows(t.v),
+        q=rows(t.q),
+        k=rows(t.k),
+        v=rows(t.v),
         pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
@@ -177,20 +166,6 @@ def _mended(result: Result, t: Transport, solve: Solve) -> Result:
     )
 
 
-# What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
-
-
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        return torch.ops.lotformer.cpu_forward(*inputs)
-    if torch.is_grad_enabled():
-        for x in inputs[:_COUNT]:
-            if x is not None and x.requires_grad:
-                return _Eager.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _cpu_forward(*inputs)
-
-
 def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
     if masses is None:
         return None
@@ -199,11 +174,6 @@ def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
 
 def _floats(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()  # to ask is quicker than a conversion to nothing else
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The kernel reads any layout whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _state_size(options: _Options, rank: int) -> int:
@@ -236,17 +206,12 @@ def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:
 
 def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
-    q, v = tensors.q, tensors.v
-    batch, heads, n, dim = q.shape
-    rank, value_dim = tensors.log_masses.shape[1], v.shape[3]
-    if dim == value_dim:
-        out = _fresh_like(q)
-    elif q.stride(1) >= q.stride(2):
-        out = q.new_empty((batch, heads, n, value_dim))
-    else:
-        out = q.new_empty((batch, n, heads, value_dim)).transpose(1, 2)
+    q = tensors.q
+    batch, heads = q.shape[:2]
+    rank, value_dim = tensors.log_masses.shape[1], tensors.v.shape[3]
     state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
-    return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
+    mixed = q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
+    return output_like(q, tensors.v), state, mixed
 
 
 def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -257,61 +222,15 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
+    return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
-def _fresh_like(x: Tensor) -> Tensor:
-    """`empty_like`, or contiguous where that has no whole rows: for tokens that overlap in memory."""
-    y = torch.empty_like(x)
-    return y if y.shape[3] == 1 or y.stride(3) == 1 else x.new_empty(x.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[_COUNT:]
-    ctx.save_for_backward(*output[1:], *inputs[:_COUNT])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * (_COUNT + len(ctx.options))
-    if grad is None:  # whatever came after the output did not depend on it
-        return nothing
-    state, mixed, *tensors = ctx.saved_tensors
-    arguments = (_rows(grad), state, mixed, *tensors, *ctx.options)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        grads = torch.ops.lotformer.cpu_backward(*arguments)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = _cpu_backward(*arguments)
-    wanted = (None if x is None else g for x, g in zip(tensors, grads, strict=False))
-    return (*wanted, *nothing[len(grads) :])
-
-
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = _cpu_forward(*inputs)
-        _setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
-        return output
-
-    backward = staticmethod(_backward)
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        'the CPU kernel has no second derivative. Use `backend="reference"`, which is differentiable any number of '
-        "times for the Sinkhorn solver."
-    )
-
-
-if _load_error is None:
-    _cpu_forward, _cpu_backward = (
-        torch.ops.lotformer.cpu_forward.default._op,
-        torch.ops.lotformer.cpu_backward.default._op,
-    )
-    torch.library.register_fake("lotformer::cpu_forward", _fake_forward)
-    torch.library.register_fake("lotformer::cpu_backward", _fake_backward)
-    torch.library.register_autograd("lotformer::cpu_forward", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("lotformer::cpu_backward", _no_second_derivative)
+_forward = Operator(
+    "cpu",
+    tensors=_COUNT,
+    results=1,
+    gradients=lambda inputs, grad: (rows(grad),),
+    fake_forward=_fake_forward,
+    fake_backward=_fake_backward,
+    advice='Use `backend="reference"`, which is differentiable any number of times for the Sinkhorn solver.',
+)
