@@ -21,9 +21,12 @@ LOT_INLINE void load_part(const uint16_t* p, int count, V& x) {
   for (int i = 0; i < count; i++) x[i] = from_bf16(p[i]);
 }
 
-LOT_INLINE void write_row(float* to, const float* from, int count) { memcpy(to, from, sizeof(float) * size_t(count)); }
-LOT_INLINE void write_row(uint16_t* to, const float* from, int count) {
-  for (int i = 0; i < count; i++) to[i] = to_bf16(from[i]);
+LOT_INLINE void store(uint16_t* p, V x) {
+  for (int i = 0; i < W; i++) p[i] = to_bf16(x[i]);
+}
+LOT_INLINE void store_part(float* p, int count, V x) { memcpy(p, &x, sizeof(float) * size_t(count)); }
+LOT_INLINE void store_part(uint16_t* p, int count, V x) {
+  for (int i = 0; i < count; i++) p[i] = to_bf16(x[i]);
 }
 
 // Calls step(first float, N) for panels of N = kPanel and then 1 whole vectors, and tail(first float, floats) for the rest.
@@ -68,33 +71,42 @@ static void dot_all(const T* x, const T* const* rows, int count, int width, floa
   }
 }
 
-// to = Σ_t weight_t row_t, or added to it; `to` has room for whole vectors.
-template <bool ADD = false, class T>
-static void weigh_all(const float* weight, const T* const* rows, int count, int width, float* to) {
+// to = scale Σ_t weight_t row_t, after what is there if ADD.
+template <bool ADD = false, class T, class To>
+static void weigh_all(const float* weight, const T* const* rows, int count, int width, float scale, To* to) {
   each_panel(
       width,
       [&](int d, auto n) {
         constexpr int N = decltype(n)::value;
         V sum[N];
 #pragma GCC unroll 4
-        for (int v = 0; v < N; v++) sum[v] = ADD ? load(to + d + v * W) : V{};
+        for (int v = 0; v < N; v++) sum[v] = V{};
         for (int t = 0; t < count; t++) {
           const V w = splat(weight[t]);
 #pragma GCC unroll 4
           for (int v = 0; v < N; v++) sum[v] += w * load(rows[t] + d + v * W);
         }
 #pragma GCC unroll 4
-        for (int v = 0; v < N; v++) store(to + d + v * W, sum[v]);
+        for (int v = 0; v < N; v++) store(to + d + v * W, (ADD ? load(to + d + v * W) : V{}) + sum[v] * scale);
       },
       [&](int d, int left) {
-        V sum = ADD ? load(to + d) : V{};
+        V sum{}, old{};
         for (int t = 0; t < count; t++) {
           V b{};
           load_part(rows[t] + d, left, b);
           sum += weight[t] * b;
         }
-        store(to + d, sum);
+        if (ADD) load_part(to + d, left, old);
+        store_part(to + d, left, old + sum * scale);
       });
+}
+
+// A row of fp32 in the precision of another.
+template <class To>
+LOT_INLINE void write_row(const float* from, int width, To* to) {
+  int d = 0;
+  for (; d + W <= width; d += W) store(to + d, load(from + d));
+  for (; d < width; d++) store_part(to + d, 1, splat(from[d]));
 }
 
 template <class A, class B>

@@ -50,6 +50,10 @@ LOT_INLINE RealTokens real_tokens(const Mask& mask, int64_t b, int64_t first = 0
 // products with them. Lists are filled up to whole vectors.
 template <class T>
 struct Met {
+  struct Pair {
+    Strip<const T> one, other;
+  };
+
   int64_t count, *index;
   const T **one, **other;
   float *score, *product;
@@ -66,32 +70,37 @@ struct Met {
   }
 
   // Lists the real tokens of the window of token i after the first `kept`.
-  void list_window(const Near& c, const RealTokens& real, int64_t i, int64_t kept) {
+  void list_window(const Near& c, const RealTokens& real, const Pair& rows, int64_t i, int64_t kept) {
     const int64_t row = i / c.columns, column = i % c.columns;
     const int64_t left = most<int64_t>(column - c.reach_columns, 0);
     const int64_t right = least(column + c.reach_columns, c.columns - 1);
     const int64_t last = least(row + c.reach_rows, (c.length - 1) / c.columns);
     count = kept;
-    for (int64_t r = most<int64_t>(row - c.reach_rows, 0); r <= last; r++) {
-      const int64_t end = least(r * c.columns + right + 1, c.length);
-      for (int64_t j = r * c.columns + left; j < end; j++)
-        if (real.has(j)) index[count++] = j;
+    for (int64_t r = most<int64_t>(row - c.reach_rows, 0); r <= last; r++)
+      list_range(real, rows, r * c.columns + left, least(r * c.columns + right + 1, c.length));
+    fill_up();
+  }
+
+  // Lists the real ones of `kNearMost` tokens from i on.
+  void list_next(const Near& c, const RealTokens& real, const Pair& rows, int64_t i) {
+    count = 0;
+    list_range(real, rows, i, least(i + kNearMost, c.length));
+    fill_up();
+  }
+
+ private:
+  void list_range(const RealTokens& real, const Pair& rows, int64_t i, int64_t end) {
+    const T *x = rows.one.at(i), *y = rows.other.at(i);
+    for (; i < end; i++, x += rows.one.stride, y += rows.other.stride) {
+      index[count] = i;
+      one[count] = x;
+      other[count] = y;
+      count += real.has(i);
     }
   }
 
-  // Lists the real ones of all tokens from i on, as many as fit; returns the first that it did not look at.
-  int64_t list_all(const Near& c, const RealTokens& real, int64_t i) {
-    for (count = 0; i < c.length && count < kNearMost; i++)
-      if (real.has(i)) index[count++] = i;
-    return i;
-  }
-
-  void point(const Strip<const T>& x, const Strip<const T>& y, int64_t kept = 0) {
-    for (int64_t t = kept; t < count; t++) {
-      one[t] = x.at(index[t]);
-      other[t] = y.at(index[t]);
-    }
-    for (int64_t t = count; t < round_up(count, W); t++) {
+  void fill_up() {
+    for (int64_t t = count; count && t < round_up(count, W); t++) {
       one[t] = one[count - 1];
       other[t] = other[count - 1];
     }
@@ -112,7 +121,7 @@ struct NearHead {
   float* share = c.share + (b * c.heads + h) * c.length;
   Arena arena{&c.host};
   Met<T> met{c, arena};
-  float *row = arena.take<float>(round_up(c.dim, W)), *value = arena.take<float>(round_up(c.value_dim, W));
+  float *row = arena.take<float>(c.dim), *value = arena.take<float>(c.value_dim);  // to be written
 
   // The real keys of the prefix, which every query meets first. Returns how many they are.
   int64_t list_prefix() {
@@ -127,91 +136,106 @@ struct NearHead {
     return count;
   }
 
-  void list_keys(int64_t i, int64_t prefix) {
-    met.list_window(c, keys, i, prefix);
-    if (met.count) met.point(k, v, prefix);
+  // What query i meets, if it is real; whether that is anything.
+  bool list_keys(int64_t i, int64_t prefix) {
+    if (!queries.has(i)) return false;
+    met.list_window(c, keys, {k, v}, i, prefix);
     const int64_t next = i + kNearAhead, corner = next + c.reach_rows * c.columns + c.reach_columns;
     if (next < c.length) q.ask(next, c.dim);
     if (corner < c.length) {
       k.ask(corner, c.dim);
       v.ask(corner, c.value_dim);
     }
+    return met.count > 0;
   }
 
-  float slope_of_total(int64_t i) const {
-    return c.grad_share[total - c.total + i] * share[i] * (1 - share[i]);
+  float slope_of_total(int64_t i) const { return c.grad_share[total - c.total + i] * share[i] * (1 - share[i]); }
+};
+
+// Whether a lane of the vector from t on is below `count`.
+LOT_INLINE VI lanes_below(int64_t count, int64_t t) {
+  VI lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  return lane < int32_t(least<int64_t>(count - t, W));
+}
+
+// What is known of the log-sums of a block of queries before logarithms are taken, of a whole vector at a time.
+struct Sums {
+  float peak[kNearTokens], sum[kNearTokens], rest[kNearTokens];  // total = peak + log(sum), share = σ(total − rest)
+
+  void write(int count, float* total, float* share) const {
+    for (int t = 0; t < count; t += W) {
+      const V most = load(peak + t), log_sum = most + vlog(load(sum + t)), below = load(rest + t) - log_sum;
+      const V part = 1.f / (1.f + vexp(below < 80.f ? below : splat(80.f)));
+      store_part(total + t, least(count - t, W), log_sum);
+      store_part(share + t, least(count - t, W), most > kNothing ? part : V{});
+    }
   }
 };
 
 template <class T>
-static void near_query(NearHead<T>& head, int64_t i, int64_t prefix, T* out) {
+static void near_query(NearHead<T>& head, int64_t i, int64_t prefix, T* out, float& peak, float& sum, float& rest) {
   const Near& c = head.c;
-  Met<T>& met = head.met;
-  head.total[i] = kNothing;
-  head.share[i] = 0;
-  if (head.queries.has(i)) head.list_keys(i, prefix);
-  if (!head.queries.has(i) || !met.count) {
+  const Met<T>& met = head.met;
+  peak = kNothing;
+  sum = 1;
+  rest = 0;
+  if (!head.list_keys(i, prefix)) {
     memset(out, 0, sizeof(T) * size_t(c.value_dim));
     return;
   }
   const T* q = head.q.at(i);
-  dot_all(q, met.one, met.count, c.dim, met.score);
-  V largest = splat(kNothing);
-  for (int64_t t = 0; t < met.count; t += W) {  // what fills up the last vector repeats a score
-    const V s = load(met.score + t) * c.scale;
-    store(met.score + t, s);
-    largest = vmax(largest, s);
+  dot_all(q, met.one, int(met.count), c.dim, met.score);
+  V largest = load(met.score), total{};
+  for (int64_t t = W; t < met.count; t += W) largest = vmax(largest, load(met.score + t));
+  largest = reduce_spread<Max>(largest);  // what fills up the last vector repeats a score
+  for (int64_t t = 0; t < met.count; t += W) {
+    const V weight = lanes_below(met.count, t) ? vexp((load(met.score + t) - largest) * c.scale) : V{};
+    store(met.score + t, weight);
+    total += weight;
   }
-  largest = reduce_spread<Max>(largest);
-  for (int64_t t = 0; t < met.count; t += W) store(met.score + t, vexp(load(met.score + t) - largest));
-  for (int64_t t = met.count; t < round_up(met.count, W); t++) met.score[t] = 0;
-  V sum{};
-  for (int64_t t = 0; t < met.count; t += W) sum += load(met.score + t);
-  sum = reduce_spread<Add>(sum);
-  head.total[i] = largest[0] + vlog(sum)[0];
-  const float rest = dot(q, head.direction, c.dim) + head.offset;
-  head.share[i] = 1 / (1 + vexp(splat(least(rest - head.total[i], 80.f)))[0]);
-  for (int64_t t = 0; t < met.count; t += W) store(met.score + t, load(met.score + t) / sum);
-  weigh_all(met.score, met.other, met.count, c.value_dim, head.value);
-  write_row(out, head.value, c.value_dim);
+  total = reduce_spread<Add>(total);
+  peak = largest[0] * c.scale;
+  sum = total[0];
+  rest = dot(q, head.direction, c.dim) + head.offset;
+  weigh_all(met.score, met.other, int(met.count), c.value_dim, 1 / sum, out);
 }
 
 // The gradient of a query, and its slope: what its scores gain beside `grad · v`, ds_ij = w_ij (grad_i·v_j + slope_i).
 template <class T>
 static void near_query_gradient(NearHead<T>& head, int64_t i, int64_t prefix, float* slope, T* grad_q) {
   const Near& c = head.c;
-  Met<T>& met = head.met;
+  const Met<T>& met = head.met;
   slope[i] = 0;
-  if (head.queries.has(i)) head.list_keys(i, prefix);
-  if (!head.queries.has(i) || !met.count) {
+  if (!head.list_keys(i, prefix)) {
     memset(grad_q, 0, sizeof(T) * size_t(c.dim));
     return;
   }
-  dot_all(head.q.at(i), met.one, met.count, c.dim, met.score);
-  dot_all(head.grad.at(i), met.other, met.count, c.value_dim, met.product);
+  dot_all(head.q.at(i), met.one, int(met.count), c.dim, met.score);
+  dot_all(head.grad.at(i), met.other, int(met.count), c.value_dim, met.product);
   V mean{};
-  for (int64_t t = 0; t < met.count; t += W)
-    store(met.score + t, vexp(load(met.score + t) * c.scale - head.total[i]));
-  for (int64_t t = met.count; t < round_up(met.count, W); t++) met.score[t] = 0;
-  for (int64_t t = 0; t < met.count; t += W) mean += load(met.score + t) * load(met.product + t);
+  for (int64_t t = 0; t < met.count; t += W) {
+    const V score = load(met.score + t) * c.scale - head.total[i];
+    const V weight = lanes_below(met.count, t) ? vexp(score) : V{};
+    store(met.score + t, weight);
+    mean += weight * load(met.product + t);
+  }
   const float of_total = head.slope_of_total(i);
   slope[i] = of_total - reduce_spread<Add>(mean)[0];
   for (int64_t t = 0; t < met.count; t += W)
-    store(met.score + t, load(met.score + t) * (load(met.product + t) + slope[i]) * c.scale);
-  weigh_all(met.score, met.one, met.count, c.dim, head.row);
-  for (int d = 0; d < c.dim; d++) head.row[d] -= of_total * head.direction[d];
-  write_row(grad_q, head.row, c.dim);
+    store(met.score + t, load(met.score + t) * (load(met.product + t) + slope[i]));
+  weigh_all(met.score, met.one, int(met.count), c.dim, c.scale, head.row);
+  weigh_all<true>(&of_total, &head.direction, 1, c.dim, -1.f, head.row);
+  write_row(head.row, c.dim, grad_q);
 }
 
 // Adds what the listed queries make of the gradients of one key and its value to head.row and head.value.
 template <class T>
 static void near_key_gradient(NearHead<T>& head, const T* k, const T* v, const float* slope) {
   const Near& c = head.c;
-  Met<T>& met = head.met;
-  if (!met.count) return;
-  met.point(head.q, head.grad);
-  dot_all(k, met.one, met.count, c.dim, met.score);
-  dot_all(v, met.other, met.count, c.value_dim, met.product);
+  const Met<T>& met = head.met;
+  dot_all(k, met.one, int(met.count), c.dim, met.score);
+  dot_all(v, met.other, int(met.count), c.value_dim, met.product);
   for (int64_t t = 0; t < met.count; t++) {
     met.score[t] = met.score[t] * c.scale - head.total[met.index[t]];
     met.product[t] += slope[met.index[t]];
@@ -219,16 +243,16 @@ static void near_key_gradient(NearHead<T>& head, const T* k, const T* v, const f
   for (int64_t t = 0; t < met.count; t += W) {
     const V weight = vexp(load(met.score + t));
     store(met.score + t, weight);
-    store(met.product + t, load(met.product + t) * weight * c.scale);
+    store(met.product + t, load(met.product + t) * weight);
   }
-  weigh_all<true>(met.product, met.one, met.count, c.dim, head.row);
-  weigh_all<true>(met.score, met.other, met.count, c.value_dim, head.value);
+  weigh_all<true>(met.product, met.one, int(met.count), c.dim, c.scale, head.row);
+  weigh_all<true>(met.score, met.other, int(met.count), c.value_dim, 1.f, head.value);
 }
 
 template <class T>
 static void clear_key_gradient(NearHead<T>& head) {
-  memset(head.row, 0, sizeof(float) * size_t(round_up(head.c.dim, W)));
-  memset(head.value, 0, sizeof(float) * size_t(round_up(head.c.value_dim, W)));
+  memset(head.row, 0, sizeof(float) * size_t(head.c.dim));
+  memset(head.value, 0, sizeof(float) * size_t(head.c.value_dim));
 }
 
 // What all queries of a head share: the keys of the prefix, the direction and the offset.
@@ -238,31 +262,27 @@ static void near_shared_gradients(NearHead<T>& head, const float* slope) {
   const Strip<const T> k = strip<const T>(c.k, head.b, head.h), v = strip<const T>(c.v, head.b, head.h);
   const Strip<T> grad_k = strip<T>(c.grad_k, head.b, head.h), grad_v = strip<T>(c.grad_v, head.b, head.h);
   const RealTokens real = real_tokens(c.key_mask, head.b);
+  Met<T>& met = head.met;
   for (int64_t p = 0; p < c.prefix; p++) {
     clear_key_gradient(head);
-    for (int64_t i = 0; real.has(p) && i < c.length;) {
-      i = head.met.list_all(c, head.queries, i);
+    for (int64_t i = 0; real.has(p) && i < c.length; i += kNearMost) {
+      met.list_next(c, head.queries, {head.q, head.grad}, i);
       near_key_gradient(head, k.at(p), v.at(p), slope);
     }
-    write_row(grad_k.at(p), head.row, c.dim);
-    write_row(grad_v.at(p), head.value, c.value_dim);
+    write_row(head.row, c.dim, grad_k.at(p));
+    write_row(head.value, c.value_dim, grad_v.at(p));
   }
   clear_key_gradient(head);
-  Met<T>& met = head.met;
   float of_offset = 0;
-  for (int64_t i = 0; i < c.length;) {
-    i = met.list_all(c, head.queries, i);
+  for (int64_t i = 0; i < c.length; i += kNearMost) {
+    met.list_next(c, head.queries, {head.q, head.grad}, i);
     float part = 0;
-    for (int64_t t = 0; t < met.count; t++) {
-      met.one[t] = head.q.at(met.index[t]);
-      met.score[t] = -head.slope_of_total(met.index[t]);
-      part += met.score[t];
-    }
-    of_offset += part;
-    weigh_all<true>(met.score, met.one, met.count, c.dim, head.row);
+    for (int64_t t = 0; t < met.count; t++) part += met.score[t] = head.slope_of_total(met.index[t]);
+    of_offset -= part;
+    weigh_all<true>(met.score, met.one, int(met.count), c.dim, -1.f, head.row);
   }
   const int64_t which = head.b * c.heads + head.h;
-  write_row(c.grad_direction + which * c.dim, head.row, c.dim);
+  write_row(head.row, c.dim, c.grad_direction + which * c.dim);
   c.grad_offset[which] = of_offset;
 }
 
@@ -297,7 +317,10 @@ static void near_forward_of(const Near& c) {
   each_near_block<T>(c, 0, [&](NearHead<T>& head, int64_t first, int64_t last) {
     const Strip<T> out = strip<T>(c.out, head.b, head.h);
     const int64_t prefix = head.list_prefix();
-    for (int64_t i = first; i < last; i++) near_query(head, i, prefix, out.at(i));
+    Sums sums;
+    for (int64_t i = first, t = 0; i < last; i++, t++)
+      near_query(head, i, prefix, out.at(i), sums.peak[t], sums.sum[t], sums.rest[t]);
+    sums.write(int(last - first), head.total + first, head.share + first);
   });
 }
 
@@ -316,11 +339,11 @@ static void near_backward_of(const Near& c) {
     for (int64_t j = first; j < last; j++) {
       clear_key_gradient(head);
       if (head.keys.has(j)) {
-        head.met.list_window(c, head.queries, j, 0);
+        head.met.list_window(c, head.queries, {head.q, head.grad}, j, 0);
         near_key_gradient(head, head.k.at(j), head.v.at(j), slope(head));
       }
-      write_row(grad_k.at(j), head.row, c.dim);
-      write_row(grad_v.at(j), head.value, c.value_dim);
+      write_row(head.row, c.dim, grad_k.at(j));
+      write_row(head.value, c.value_dim, grad_v.at(j));
     }
   });
 }

@@ -80,7 +80,7 @@ Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::c
 
 lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
-lot::Masses masses(const MaybeTensor& x) {
+[[maybe_unused]] lot::Masses masses(const MaybeTensor& x) {
   if (!x) return {};
   return {static_cast<const float*>(x->data_ptr()), x->stride(0), x->stride(1), x->stride(2)};
 }
