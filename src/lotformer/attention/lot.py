@@ -404,10 +404,8 @@ class LOT(Attention):
         """What the tokens after the prefix read by softmax, and the share of their rows that it is."""
         if self.near is None or q.shape[2] == self.prefix_tokens:
             return None, None
-        clean_q, clean_k = zero_padding(q, query_mask), zero_padding(k, key_mask)
-        clean_v = None if v is None else zero_padding(v, key_mask)
-        near, share = self.near(self._body(clean_q), clean_k, clean_v, key_mask, grid)
-        return None if near is None else zero_padding(near, self._body_mask(query_mask)), share
+        near, share = self.near(self._body(q), k, v, key_mask, grid, self._body_mask(query_mask))
+        return near, share
 
     def _require_self_attention(self, q: Tensor, k: Tensor) -> None:
         parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.near}

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..ops.cpu import masses as native
+from ..ops import cpu
 from .precision import no_autocast
 from .undecayed import Undecayed
 
@@ -43,7 +43,7 @@ class KeyMasses(nn.Module):
         """Masses `(B, H, M)` for queries `(B, H, N, D)` and keys `(B, H, M, D)`, sum 1 over real keys."""
         if self.direction is None:
             return None
-        if q.dtype == k.dtype and native.suits(k, self.direction.bias):
+        if cpu.can_weigh_keys(q, k, self.direction.bias):
             return self._native(q, k, key_mask, query_mask)
         with no_autocast(k.device.type):
             mean_query = None if self.query_weight is None else mean_of_real(q, query_mask)
@@ -57,8 +57,8 @@ class KeyMasses(nn.Module):
         """The same in one pass over queries and keys."""
         assert self.direction is not None
         if self.query_weight is None:
-            return native.key_masses(None, k, self.direction(k), None, None, key_mask)
-        return native.key_masses(q, k, self.direction(k), self.query_weight(k), query_mask, key_mask)
+            return cpu.key_masses(None, k, self.direction(k), None, None, key_mask)
+        return cpu.key_masses(q, k, self.direction(k), self.query_weight(k), query_mask, key_mask)
 
     def directions(self, like: Tensor, mean_query: Tensor | None) -> Tensor:
         """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import cpu
 from .checks import require_count
 from .depthwise import square_grid
+from .key_masses import mean_of_real
+from .precision import no_autocast
 from .undecayed import Undecayed
 
 WindowKind = Literal["1d", "2d"]
@@ -62,43 +65,89 @@ class NearKeys(nn.Module):
         v: Tensor | None,
         key_mask: Tensor | None = None,
         grid: tuple[int, int] | None = None,
+        query_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """What is read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
 
+        Padded queries read zeros, as do queries without a real key, whose λ is 0; that of padding is any number.
+
         Args:
             q: `(B, H, N, D)`, the queries after the prefix. k, v: `(B, H, P + N, ·)`, with the P tokens of the prefix
-                in front; padding is clean. key_mask: `(B, P + N)`. grid: of the N tokens.
+                in front. key_mask: `(B, P + N)`. grid: of the N tokens. query_mask: `(B, N)`.
         """
-        with torch.autocast(q.device.type, enabled=False):
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            q, k = q.to(dtype), k.to(dtype)
-            batch, heads, length, dim = q.shape
-            prefix = k.shape[2] - length
-            real = k.new_ones(1, k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
-            rows, columns, reach = self._layout(length, grid)
-            padding = rows * columns - length  # of the last row of a sequence; a grid is full
-            q_rows = F.pad(q, (0, 0, 0, padding)).view(batch, heads, rows, columns, dim) * dim**-0.5
-            near = _neighbours(k[:, :, prefix:], rows, columns, reach)
-            allowed = _neighbours(real[:, None, prefix:, None], rows, columns, reach)[..., 0][..., None, :]
-            index, inside = self._window(columns, reach, q.device)
-            scores = _picked(q_rows @ near.mT, index)
-            inside = inside & _picked(allowed.expand(-1, -1, -1, columns, -1), index)
-            # a large negative number, not -inf: a padded query without neighbours must stay finite
-            lowest = torch.finfo(dtype).min
-            scores = scores.masked_fill(~inside, lowest)
-            special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
-            special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
-            scores = torch.cat([special, scores], -1)
-            total = scores.logsumexp(-1)
-            share = (total.flatten(2)[:, :, :length] - self._rest(q, k[:, :, prefix:], real[:, prefix:])).sigmoid()
-            if v is None:
-                return None, share
-            weights = (scores - total[..., None]).exp().to(v.dtype)
-            around = _neighbours(v[:, :, prefix:], rows, columns, reach)
-            band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
-            band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
-            out = (band @ around).flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
-            return out[:, :, :length], share
+        with no_autocast(q.device.type):
+            prefix = k.shape[2] - q.shape[2]
+            direction, offset = self._rest(k[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:])
+            some_v = k if v is None else v
+            if cpu.can_read_near_keys(q, k, some_v):
+                reach = self._reach(q.shape[2], grid)
+                out, share = cpu.read_near_keys(q, k, some_v, direction, offset, query_mask, key_mask, reach)
+                return None if v is None else out, share
+            return self._read(q, k, v, direction, offset, key_mask, grid, query_mask)
+
+    def _rest(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """ρ, what the keys far away are taken to add up to, as a function of the query: what it is multiplied by,
+        `(B, H, D)`, and what is added to that, `(B, H)`."""
+        mean_key = mean_of_real(k, key_mask)
+        direction = self.direction(k) + self.mean_weight(k)[:, None] * k.shape[-1] ** -0.5 * mean_key
+        count = k.new_full((1,), k.shape[2]) if key_mask is None else key_mask.sum(-1)
+        offset = self.offset(k) + count.clamp_min(1).to(direction.dtype).log()[:, None]
+        return direction, offset.expand(k.shape[0], -1)
+
+    def _reach(self, length: int, grid: tuple[int, int] | None) -> cpu.Reach:
+        """The window for the kernel."""
+        around = self.size // 2
+        if self.kind == "1d":
+            return cpu.Reach(max(length, 1), 0, around)
+        return cpu.Reach(square_grid(length, grid)[1], around, around)
+
+    def _read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        direction: Tensor,
+        offset: Tensor,
+        key_mask: Tensor | None,
+        grid: tuple[int, int] | None,
+        query_mask: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The definition in PyTorch: products with all candidates of a row, of which those in the window are picked."""
+        dtype = direction.dtype
+        q, k, v = (
+            _clean(q, query_mask).to(dtype),
+            _clean(k, key_mask).to(dtype),
+            v if v is None else _clean(v, key_mask),
+        )
+        batch, heads, length, dim = q.shape
+        prefix = k.shape[2] - length
+        real = k.new_ones(1, k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        rows, columns, reach = self._layout(length, grid)
+        padding = rows * columns - length  # of the last row of a sequence; a grid is full
+        q_rows = F.pad(q, (0, 0, 0, padding)).view(batch, heads, rows, columns, dim) * dim**-0.5
+        near = _neighbours(k[:, :, prefix:], rows, columns, reach)
+        allowed = _neighbours(real[:, None, prefix:, None], rows, columns, reach)[..., 0][..., None, :]
+        index, inside = self._window(columns, reach, q.device)
+        scores = _picked(q_rows @ near.mT, index)
+        inside = inside & _picked(allowed.expand(-1, -1, -1, columns, -1), index)
+        # a large negative number, not -inf: a query without a real key must stay finite
+        lowest = torch.finfo(dtype).min
+        scores = scores.masked_fill(~inside, lowest)
+        special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
+        special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
+        scores = torch.cat([special, scores], -1)
+        total = scores.logsumexp(-1)
+        rest = (q @ direction[..., None])[..., 0] + offset[..., None]
+        share = (total.flatten(2)[:, :, :length] - rest).sigmoid()
+        if v is None:
+            return None, share
+        weights = (scores - total[..., None]).exp().masked_fill(scores == lowest, 0.0).to(v.dtype)
+        v = _clean(v, key_mask)
+        around = _neighbours(v[:, :, prefix:], rows, columns, reach)
+        band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
+        band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
+        out = (band @ around).flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
+        return _clean(out[:, :, :length], query_mask), share
 
     def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:
         """Tokens in rows and columns, and how many rows up and down a token may look."""
@@ -118,13 +167,6 @@ class NearKeys(nn.Module):
         index = place.clamp(0, columns - 1)[:, None] + row[:, None]
         return index.flatten(1), ((place >= 0) & (place < columns)).repeat(1, len(row))
 
-    def _rest(self, q: Tensor, k: Tensor, real: Tensor) -> Tensor:
-        """ρ `(B, H, N)`: what the keys far away are taken to add up to."""
-        count = real.sum(-1).clamp_min(1).to(q.dtype)[:, None, None]
-        mean_key = k.sum(2) / count  # padding is clean
-        direction = self.direction(q) + self.mean_weight(q)[:, None] * q.shape[-1] ** -0.5 * mean_key
-        return (q @ direction[..., None])[..., 0] + self.offset(q)[:, None] + count.log()
-
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, size={self.size}"
 
@@ -133,6 +175,11 @@ def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
     """Floating-point operations of the two products with the candidates of every token."""
     candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(_CHUNK, size // 2)
     return 4.0 * n * candidates * d
+
+
+def _clean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Tokens `(B, H, N, D)` with zeros for padding, so that what is in there cannot spread."""
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def _picked(candidates: Tensor, index: Tensor) -> Tensor:

@@ -99,29 +99,17 @@ constexpr double kLargeStep = 10, kBoldness = 0.25;
 // Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
-// One call for learned masses of keys, see masses.h.
-struct MassCall {
-  Host host;
-  int64_t batch, heads, length[2];
-  int dim;
-  Rows tokens[2];  // fp32
-  Mask masks[2];
-  const float *direction, *query_weight;  // (heads, dim), and (heads,) or nullptr: then there are no queries
-  float* masses;                          // (batch, heads, keys)
-  float* mean_query;                      // (batch, heads, dim)
-
-  // backward only
-  const float* grad_masses;
-  Rows grad_tokens[2];
-  float *grad_direction, *grad_query_weight;  // of every sample
-};
+struct KeyMasses;  // mass_call.h
+struct Near;       // near_call.h
 
 struct Kernel {
   const char* name;
   void (*forward)(const Call&);
   void (*backward)(const Call&);
-  void (*key_masses)(const MassCall&);
-  void (*key_masses_backward)(const MassCall&);
+  void (*key_masses)(const KeyMasses&);
+  void (*key_masses_backward)(const KeyMasses&);
+  void (*near_forward)(const Near&);
+  void (*near_backward)(const Near&);
 };
 
 const Kernel& portable_kernel();

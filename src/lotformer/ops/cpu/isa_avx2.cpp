@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::avx2_kernel() {
-  static const Kernel kernel{"avx2", forward, backward, key_masses, key_masses_backward};
+  static const Kernel kernel{"avx2", forward, backward, key_masses, key_masses_backward, near_forward, near_backward};
   return kernel;
 }

@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::avx512_kernel() {
-  static const Kernel kernel{"avx512", forward, backward, key_masses, key_masses_backward};
+  static const Kernel kernel{"avx512", forward, backward, key_masses, key_masses_backward, near_forward, near_backward};
   return kernel;
 }

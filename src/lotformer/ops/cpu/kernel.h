@@ -3,3 +3,4 @@
 #include "backward.h"
 #include "forward.h"
 #include "masses.h"
+#include "near.h"

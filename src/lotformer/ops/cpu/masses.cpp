@@ -1,4 +1,5 @@
 // Learned masses of keys as an operator for torch.
+#include "mass_call.h"
 #include "torch_side.h"
 
 namespace {
@@ -11,7 +12,7 @@ struct MassInputs {
   MaybeTensor q;
   Tensor k, direction;
   MaybeTensor query_weight, query_mask, key_mask;
-  lot::MassCall call{};
+  lot::KeyMasses call{};
 
   explicit MassInputs(Arguments& next)
       : q(next.maybe_tensor()),
@@ -54,7 +55,7 @@ struct MassInputs {
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
   MassInputs in(next);
-  lot::MassCall& c = in.call;
+  lot::KeyMasses& c = in.call;
   Tensor masses = floats(in.k, {c.batch, c.heads, c.length[lot::kKey]});
   Tensor mean_query = floats(in.k, {c.batch, c.heads, in.q ? c.dim : 0});
   c.masses = data(masses);
@@ -68,7 +69,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor grad = packed(next.tensor());
   Tensor masses = packed(next.tensor()), mean_query = packed(next.tensor());
   MassInputs in(next);
-  lot::MassCall& c = in.call;
+  lot::KeyMasses& c = in.call;
   expect(grad, "grad", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
   expect(masses, "masses", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
   Tensor dq = in.q ? fresh_like(*in.q) : floats(in.k, {0});
@@ -90,14 +91,14 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("cpu_key_masses(" LOT_MASS_INPUTS ") -> (Tensor masses, Tensor mean_query)");
-  library.def("cpu_key_masses_backward(Tensor grad, Tensor masses, Tensor mean_query, " LOT_MASS_INPUTS
+  library.def("key_masses_forward(" LOT_MASS_INPUTS ") -> (Tensor masses, Tensor mean_query)");
+  library.def("key_masses_backward(Tensor grad, Tensor masses, Tensor mean_query, " LOT_MASS_INPUTS
               ") -> (Tensor q, Tensor k, Tensor direction, Tensor query_weight)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {
-  library.impl("cpu_key_masses", &forward);
-  library.impl("cpu_key_masses_backward", &backward);
+  library.impl("key_masses_forward", &forward);
+  library.impl("key_masses_backward", &backward);
 }
 
 }  // namespace

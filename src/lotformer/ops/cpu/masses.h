@@ -1,6 +1,6 @@
 // Masses of keys that are learned: p_j ∝ exp(k_j·u), u = w + α q̄ / √D with q̄ the mean of the real queries.
 #pragma once
-#include "call.h"
+#include "mass_call.h"
 #include "simd.h"
 
 namespace {
@@ -35,7 +35,7 @@ LOT_INLINE float dot(const float* x, const float* y, int dim) {
 
 // sum[d] = Σ_i weight(i) x_i[d] over real tokens; returns how many these are.
 template <class F>
-static int64_t sum_rows(const MassCall& c, const Rows& rows, const Mask& mask, int64_t length, int64_t b, int64_t h,
+static int64_t sum_rows(const KeyMasses& c, const Rows& rows, const Mask& mask, int64_t length, int64_t b, int64_t h,
                         const F& weight, double* sum) {
   float part[kMaxWidth];
   int64_t count = 0;
@@ -52,14 +52,14 @@ static int64_t sum_rows(const MassCall& c, const Rows& rows, const Mask& mask, i
   return count;
 }
 
-static float query_factor(const MassCall& c, int64_t h) { return c.query_weight[h] / __builtin_sqrtf(float(c.dim)); }
+static float query_factor(const KeyMasses& c, int64_t h) { return c.query_weight[h] / __builtin_sqrtf(float(c.dim)); }
 
-static void direction_of(const MassCall& c, int64_t b, int64_t h, float* direction) {
+static void direction_of(const KeyMasses& c, int64_t b, int64_t h, float* direction) {
   memcpy(direction, c.direction + h * c.dim, sizeof(float) * size_t(c.dim));
   if (c.query_weight) add_row(query_factor(c, h), c.mean_query + (b * c.heads + h) * c.dim, c.dim, direction);
 }
 
-static void weigh_keys(const MassCall& c, int64_t b, int64_t h) {
+static void weigh_keys(const KeyMasses& c, int64_t b, int64_t h) {
   double sum[kMaxWidth];
   float direction[kMaxWidth];
   if (c.query_weight) {
@@ -95,7 +95,7 @@ static void weigh_keys(const MassCall& c, int64_t b, int64_t h) {
 }
 
 // Gradients of the tokens of a head, and of w and α for this sample alone.
-static void weigh_keys_back(const MassCall& c, int64_t b, int64_t h) {
+static void weigh_keys_back(const KeyMasses& c, int64_t b, int64_t h) {
   double sum[kMaxWidth];
   float direction[kMaxWidth];
   direction_of(c, b, h, direction);
@@ -126,18 +126,18 @@ static void weigh_keys_back(const MassCall& c, int64_t b, int64_t h) {
   }
 }
 
-template <void (*BODY)(const MassCall&, int64_t, int64_t)>
-static void each_sample_and_head(const MassCall& c) {
+template <void (*BODY)(const KeyMasses&, int64_t, int64_t)>
+static void each_sample_and_head(const KeyMasses& c) {
   c.host.parallel(
       c.batch * c.heads,
       [](int64_t begin, int64_t end, void* context) {
-        const MassCall& c = *static_cast<const MassCall*>(context);
+        const KeyMasses& c = *static_cast<const KeyMasses*>(context);
         for (int64_t i = begin; i < end; i++) BODY(c, i / c.heads, i % c.heads);
       },
-      const_cast<MassCall*>(&c));
+      const_cast<KeyMasses*>(&c));
 }
 
-static void key_masses(const MassCall& c) { each_sample_and_head<weigh_keys>(c); }
-static void key_masses_backward(const MassCall& c) { each_sample_and_head<weigh_keys_back>(c); }
+static void key_masses(const KeyMasses& c) { each_sample_and_head<weigh_keys>(c); }
+static void key_masses_backward(const KeyMasses& c) { each_sample_and_head<weigh_keys_back>(c); }
 
 }  // namespace

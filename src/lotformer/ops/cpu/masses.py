@@ -1,15 +1,18 @@
-"""Learned masses of keys by the extension: one pass over the queries and one over the keys."""
+"""Learned masses of keys, as one operator of the CPU kernel."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from . import native
+from .operators import MAX_WIDTH, Operator, load_error, rows, why_not_here
 
 
-def suits(k: Tensor, direction: Tensor) -> bool:
-    """Whether `key_masses` can be called here and now for these keys and this direction."""
-    return k.shape[-1] <= native.MAX_WIDTH and native.is_suited(k, direction)
+def can_weigh_keys(q: Tensor, k: Tensor, direction: Tensor) -> bool:
+    """Whether `key_masses` runs here and now. Traced programs get plain PyTorch, which the compiler fuses."""
+    if load_error is not None or torch.compiler.is_compiling() or why_not_here(k) is not None:
+        return False
+    return q.dtype == k.dtype == direction.dtype == torch.float32 and 0 < k.shape[3] <= MAX_WIDTH and k.shape[2] > 0
 
 
 def key_masses(
@@ -21,15 +24,7 @@ def key_masses(
     key_mask: Tensor | None,
 ) -> Tensor:
     """`p_j ∝ exp(k_j·(w + α q̄ / √D)) (B, H, M)` for `w (H, D)` and `α (H,)`; q and α may both be missing."""
-    return _key_masses(
-        None if q is None else native.rows(q), native.rows(k), direction, query_weight, query_mask, key_mask
-    )[0]
+    return _operator(None if q is None else rows(q), rows(k), direction, query_weight, query_mask, key_mask)[0]
 
 
-_key_masses = native.Differentiable(
-    "cpu_key_masses",
-    "cpu_key_masses_backward",
-    6,
-    "Use float64, which runs in plain PyTorch.",
-    keeps_output=True,
-)
+_operator = Operator("key_masses", tensors=6, kept=0, advice="Use float64, which runs in plain PyTorch.")

@@ -102,14 +102,6 @@ struct Inputs {
   }
 };
 
-// The output has the layout of the queries, so that a host that transposes back gets a view.
-Tensor output_like(const Tensor& q, const Tensor& v) {
-  if (v.size(3) == q.size(3)) return fresh_like(q);
-  const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), width = v.size(3);
-  if (q.stride(1) >= q.stride(2)) return torch::stable::new_empty(q, std::vector<int64_t>{batch, heads, n, width});
-  return torch::stable::transpose(torch::stable::new_empty(q, std::vector<int64_t>{batch, n, heads, width}), 1, 2);
-}
-
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
   Inputs in(next);

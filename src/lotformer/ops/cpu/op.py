@@ -1,4 +1,4 @@
-"""The CPU kernel as a torch operator: loading, shapes for tracing, gradients, and when it can be used."""
+"""LOT attention as an operator of the CPU kernel: its arguments, its shapes, and when it can be used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
-from . import native
-from .native import MAX_WIDTH
+from .operators import MAX_WIDTH, Operator, fresh_like, load_error, output_like, rows, why_not_here
 
-if native.load_error is None:
+if load_error is None:
     from . import _kernel
 
 STATE_NOTES = 4
@@ -28,34 +27,31 @@ _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops
 
 def instruction_sets() -> list[str]:
     """The kernels this build can run on this machine, best first; `LOTFORMER_CPU_ISA` picks another one."""
-    return [] if native.load_error else _kernel.instruction_sets()
+    return [] if load_error else _kernel.instruction_sets()
 
 
 def sum_to_one(log_masses: Tensor) -> bool | None:
     """Whether the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
     x = log_masses
-    if native.load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+    if load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return None
     return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
 def why_unavailable() -> str | None:
-    if native.load_error is None:
+    if load_error is None:
         return None
     return (
-        f"the CPU kernel is not built ({native.load_error}). Install a C++ compiler and reinstall the package with "
+        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and reinstall the package with "
         "`pip install --no-build-isolation -e .`, or go on with the slower reference path."
     )
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    reason = native.why_unsuited(transport.q, (torch.float32, torch.bfloat16))
-    if reason is not None:
-        return reason
     _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    return None
+    return why_not_here(transport.q)
 
 
 class _Tensors(NamedTuple):
@@ -111,9 +107,9 @@ def run(transport: Transport, solve: Solve) -> Result:
     if isinstance(temperature, Tensor):
         per_head, temperature = temperature.float().expand(heads), 0.0
     tensors = _Tensors(
-        q=native.rows(t.q),
-        k=native.rows(t.k),
-        v=native.rows(t.v),
+        q=rows(t.q),
+        k=rows(t.k),
+        v=rows(t.v),
         pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
@@ -215,17 +211,12 @@ def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:
 
 def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
-    q, v = tensors.q, tensors.v
-    batch, heads, n, dim = q.shape
-    rank, value_dim = tensors.log_masses.shape[1], v.shape[3]
-    if dim == value_dim:
-        out = _fresh_like(q)
-    elif q.stride(1) >= q.stride(2):
-        out = q.new_empty((batch, heads, n, value_dim))
-    else:
-        out = q.new_empty((batch, n, heads, value_dim)).transpose(1, 2)
+    q = tensors.q
+    batch, heads = q.shape[:2]
+    rank, value_dim = tensors.log_masses.shape[1], tensors.v.shape[3]
     state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
-    return out, state, q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
+    mixed = q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
+    return output_like(q, tensors.v), state, mixed
 
 
 def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -236,19 +227,12 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(_fresh_like(native.rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
+    return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
-def _fresh_like(x: Tensor) -> Tensor:
-    """`empty_like`, or contiguous where that has no whole rows: for tokens that overlap in memory."""
-    y = torch.empty_like(x)
-    return y if y.shape[3] == 1 or y.stride(3) == 1 else x.new_empty(x.shape)
-
-
-_forward = native.Differentiable(
-    "cpu_forward",
-    "cpu_backward",
-    _COUNT,
-    'Use `backend="reference"`, which is differentiable any number of times for the Sinkhorn solver.',
+_forward = Operator(
+    "cpu",
+    tensors=_COUNT,
     fakes=(_fake_forward, _fake_backward),
+    advice='Use `backend="reference"`, which is differentiable any number of times for the Sinkhorn solver.',
 )

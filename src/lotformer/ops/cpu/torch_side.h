@@ -147,6 +147,14 @@ inline void add_samples(const Tensor& x, int64_t batch, int64_t size, float* sum
   }
 }
 
+// The output has the layout of the queries, so that a host that transposes back gets a view.
+inline Tensor output_like(const Tensor& q, const Tensor& v) {
+  if (v.size(3) == q.size(3)) return fresh_like(q);
+  const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), width = v.size(3);
+  if (q.stride(1) >= q.stride(2)) return torch::stable::new_empty(q, std::vector<int64_t>{batch, heads, n, width});
+  return torch::stable::transpose(torch::stable::new_empty(q, std::vector<int64_t>{batch, n, heads, width}), 1, 2);
+}
+
 template <class Call>
 void run(void (*kernel)(const Call&), const Call& call) {
   try {
