@@ -153,8 +153,10 @@ class NearKeys(nn.Module):
         """Tokens in rows and columns, and how many rows up and down a token may look."""
         if self.kind == "2d":
             return *square_grid(length, grid), self.size // 2
+        if torch.compiler.is_exporting():  # there are no chunks of a length that is not known
+            return length, 1, self.size // 2
         columns = max(_CHUNK, self.size // 2)
-        return -(-length // columns), columns, 1
+        return (length + columns - 1) // columns, columns, 1
 
     def _window(self, columns: int, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the window of each token of a row is among its `(2 reach + 1) · columns` candidates, and whether it is
@@ -162,7 +164,7 @@ class NearKeys(nn.Module):
         column, step = torch.arange(columns, device=device), torch.arange(self.size, device=device) - self.size // 2
         place = column[:, None] + step
         if self.kind == "1d":
-            return place + columns, torch.ones_like(place, dtype=torch.bool)
+            return place + reach * columns, torch.ones_like(place, dtype=torch.bool)
         row = columns * torch.arange(2 * reach + 1, device=device)
         index = place.clamp(0, columns - 1)[:, None] + row[:, None]
         return index.flatten(1), ((place >= 0) & (place < columns)).repeat(1, len(row))
