@@ -19,6 +19,7 @@ from lotformer.data import glue
 from lotformer.experiments import glue as experiment
 from lotformer.results.cells import CellFolder, Origin
 from lotformer.results.sources import checkpoint_source, files_source
+from support.word_encoder import save_word_encoder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree", "is", "a", "the", "not"]
 
@@ -90,14 +91,7 @@ def test_every_metric_is_the_tasks_own(task, logits, labels, expected):
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    folder = tmp_path / "checkpoint"
-    config = transformers.BertConfig(
-        hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=20, vocab_size=len(WORDS)
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
+    return save_word_encoder(tmp_path / "checkpoint", WORDS)
 
 
 def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
@@ -202,6 +196,16 @@ class TestFoldersOfCells:
         with pytest.raises(ValueError, match="data with other contents: glue/SST-2"):
             experiment.run(checkpoint, tmp_path / "other", *arguments)
 
+    def test_of_a_model_that_scores_nothing_nothing_is_recovered(self, store, checkpoint, tmp_path):
+        """A softmax model that names one class only has a Matthews' correlation of zero."""
+        brief = experiment.GlueSettings(epochs=1, swap_epochs=0, calibration_steps=2, imitation_steps=0)
+        rows = [f"x\t{label}\t\tthe house is red" for label in (0, 1)]
+        for split in ("train", "dev"):
+            write(tmp_path / "glue" / "CoLA", split, rows)
+        made = experiment.run(checkpoint, tmp_path, tmp_path / "out", ["cola"], ["lot"], brief)
+        assert [(cell.score, cell.recovered) for cell in made] == [(0.0, 100.0), (0.0, None)]
+        assert "| lot, % recovered | – | – |" in experiment.render(tmp_path / "out").markdown()
+
     def test_an_interrupted_cell_resumes_to_the_same_score(self, checkpoint, tmp_path):
         sst(tmp_path)
         settings = experiment.GlueSettings(
@@ -254,7 +258,7 @@ class TestWhatIsMissing:
         [(None, "no data folder: pass --data-dir or set LOTFORMER_DATA"), ("empty", "no task in")],
         ids=["no folder", "no task"],
     )
-    @pytest.mark.parametrize("name", ["glue", "stsb"])
+    @pytest.mark.parametrize("name", ["glue", "stsb", "balance"])
     def test_the_error_says_which_data_and_where(self, name, data, message, checkpoint, tmp_path, monkeypatch):
         monkeypatch.delenv("LOTFORMER_DATA", raising=False)
         (tmp_path / "empty").mkdir()
@@ -265,7 +269,7 @@ class TestWhatIsMissing:
         assert (message if name == "glue" or not data else "no stsb train set") in said
         assert "glue/STS-B/train.tsv" in said
 
-    @pytest.mark.parametrize("name", ["glue", "stsb"])
+    @pytest.mark.parametrize("name", ["glue", "stsb", "balance"])
     def test_the_help_says_it_too(self, name):
         said = CliRunner().invoke(app, ["experiment", name, "--help"], env={"COLUMNS": "300"}).output
         assert "glue/STS-B/train.tsv" in said

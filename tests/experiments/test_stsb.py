@@ -15,6 +15,7 @@ from lotformer.cli import app
 from lotformer.conversion.hosts.sites import converted
 from lotformer.data import glue
 from lotformer.experiments import stsb
+from support.word_encoder import save_word_encoder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "old", "house", "tree", "river", "is"]
 BRIEF = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=5, batch_size=4)
@@ -37,20 +38,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    folder = tmp_path / "checkpoint"
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=3,
-        intermediate_size=20,
-        vocab_size=len(WORDS),
-        initializer_range=0.3,
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
+    return save_word_encoder(tmp_path / "checkpoint", WORDS, initializer_range=0.3)
 
 
 class TestTextsToLearnFrom:

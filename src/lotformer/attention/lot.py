@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, cast, get_args
 
@@ -25,7 +26,7 @@ from .options import Option, documents, with_defaults
 from .unformed import Projections, Reads
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 
 class LOTOptions(TypedDict, total=False):
@@ -391,6 +392,12 @@ class LOT(Attention):
     def is_matrix(self) -> bool:
         """A convolution per channel is not one matrix per head."""
         return self.local is None
+
+    def without_local_mixing(self) -> Self:
+        """The same attention on the same parameters without the convolution beside it: one matrix per head."""
+        made = copy.copy(self)
+        made._modules = {**self._modules, "local": None}
+        return made
 
     def _near(
         self,

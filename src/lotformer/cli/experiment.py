@@ -12,6 +12,7 @@ from ..data import glue as glue_data
 from ..data import minilm
 from ..data.checkpoints import checkpoint_folder
 from ..data.folder import VARIABLE, data_folder
+from ..experiments import balance as balance_experiment
 from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
 from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
@@ -84,6 +85,24 @@ def stsb(
         with progress_bar(console) as listen:
             stsb_experiment.run(weights, folder, out, _names(variants), settings, listen, command_line())
         publish(console, stsb_experiment.render(out), out)
+
+
+@app.command()
+@with_settings(balance_experiment.BalanceSettings)
+def balance(
+    settings: balance_experiment.BalanceSettings,
+    checkpoint: Checkpoint = None,
+    data_dir: DataDir = None,
+    out: Out = Path("out/balance"),
+) -> None:
+    """Which sums a converted encoder should impose: STS-B, CoLA and MRPC over several seeds."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment"):
+        folder = data_folder(data_dir, glue_data.WANTED)
+        weights = _checkpoint(checkpoint)
+        with progress_bar(console) as listen:
+            balance_experiment.run(weights, folder, out, settings, listen, command_line())
+        publish(console, balance_experiment.render(out), out)
 
 
 app.command("conversion-anatomy")(conversion_anatomy)

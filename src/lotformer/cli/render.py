@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
-from ..experiments import glue, stsb, survival
+from ..experiments import balance, glue, stsb, survival
 from ..experiments.longrange import pathfinder_check
 from ..experiments.longrange import table as lra
 from ..experiments.longrange import throughput as lra_throughput
@@ -22,7 +22,7 @@ from ..results.report import Report
 from .terminal import one_clear_error, publish
 
 _BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
-_EXPERIMENTS = (glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
+_EXPERIMENTS = (balance, glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
 _TRANSLATION = (translation, translation_speed)
 _SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
 RENDERERS: dict[str, Callable[[Path], Report]] = {
@@ -41,7 +41,9 @@ def render(
 
 
 def _experiment(folder: Path) -> str:
-    """The name that the JSON files in a folder carry."""
+    """The name that the JSON files in a folder carry, or that of the experiment that gathers such folders."""
+    if balance.holds(folder):
+        return balance.NAME
     for path in sorted(folder.rglob("*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

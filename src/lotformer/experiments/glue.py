@@ -91,12 +91,15 @@ _BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed")
 
 @dataclass(frozen=True)
 class Cell:
-    """One task and one method. `score` is the task's metric × 100; None where it was not recorded."""
+    """One task and one method. `score` is the task's metric × 100; None where it was not recorded.
+
+    `recovered` is None where the softmax model scores nothing, as Matthews' correlation does of a single class.
+    """
 
     task: str
     method: str
     score: float | None
-    recovered: float
+    recovered: float | None
     score_before_finetuning: float | None
     residual_max: float | None
     doubly_stochastic_mean: float | None
@@ -118,28 +121,40 @@ def run(
     Raises:
         ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
     """
+    cells = []
+    for name, origin in check(checkpoint, data, out, tasks, methods, settings).items():
+        folder = CellFolder(out / name, Cell, NAME, command)
+        bench = _Bench(glue.TASKS[name], checkpoint, data, folder, settings, origin, listen)
+        cells.append(bench.softmax())
+        cells += [bench.swapped(method, METHODS[method]) for method in methods]
+    return cells
+
+
+def check(
+    checkpoint: Path, data: Path, out: Path, tasks: Sequence[str], methods: Sequence[str], settings: GlueSettings
+) -> dict[str, Origin]:
+    """What `run` asks at the door and not after hours; returns what the cells of each task depend on.
+
+    Raises:
+        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
+    """
     for chosen, known in ((tasks, list(glue.TASKS)), (methods, list(METHODS))):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
     _require_metrics()
     weights = checkpoint_source(checkpoint)
-    benches = []
-    for task in map(glue.TASKS.__getitem__, tasks):  # at the door, not after hours; other columns share the table
-        folder = CellFolder(out / task.name, Cell, NAME, command)
+    origins = {}
+    for task in map(glue.TASKS.__getitem__, tasks):
+        folder = CellFolder(out / task.name, Cell, NAME)
         require_writable(folder.folder)
         texts = files_source(f"glue/{task.folder}", glue.files(task, data))
         origin = Origin(dataclasses.asdict(settings), {"checkpoint": weights, "data": texts})
         folder.find("softmax", _before_swap(origin))
-        for name in METHODS:
+        for name in METHODS:  # other columns share the table
             folder.find(name, origin)
-        benches.append((task, folder, origin))
-    cells = []
-    for task, folder, origin in benches:
-        bench = _Bench(task, checkpoint, data, folder, settings, origin, listen)
-        cells.append(bench.softmax())
-        cells += [bench.swapped(name, METHODS[name]) for name in methods]
-    return cells
+        origins[task.name] = origin
+    return origins
 
 
 def _before_swap(origin: Origin) -> Origin:
@@ -167,7 +182,7 @@ def render(folder: Path) -> Report:
         cells += [record.cell for record in found.values()]
         for record in found.values():
             commands.setdefault(record.provenance.command)
-            tasks = budgets.setdefault(_budget(record), [])
+            tasks = budgets.setdefault(budget(record), [])
             if task not in tasks:
                 tasks.append(task)
         steps = [
@@ -180,7 +195,10 @@ def render(folder: Path) -> Report:
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    """The paper's Table 4: percent recovered, task by task, with residuals below; "–" is not run yet."""
+    """The paper's Table 4: percent recovered, task by task, with residuals below.
+
+    "–" is not run yet, or has no score to recover.
+    """
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     methods = [m for m in dict.fromkeys(cell.method for cell in cells) if m != "softmax"]
     by_place = {(cell.task, cell.method): cell for cell in cells}
@@ -208,7 +226,8 @@ def _marginals(cell: Cell | None) -> str:
     return f"{residual}; {error}"
 
 
-def _budget(record: Record) -> str:
+def budget(record: Record, seeds: str = "") -> str:
+    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
     s = record.origin.settings
     if record.cell.method == "softmax":
         checkpoint = record.origin.sources.get("checkpoint")
@@ -221,7 +240,8 @@ def _budget(record: Record) -> str:
             f"converted: {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs; {imitation}"
             f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
         )
-    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}"
+    seeds = seeds or f"seed {s['seed']}"
+    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens, {seeds}"
     return f"{spent}; {sizes}; {record.provenance.where()}"
 
 
@@ -297,7 +317,7 @@ class _Bench:
                 task=self.task.name,
                 method=name,
                 score=score,
-                recovered=100 * score / base,
+                recovered=100 * score / base if base else None,
                 score_before_finetuning=before,
                 residual_max=None if quality is None else quality.residual_max,
                 doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,

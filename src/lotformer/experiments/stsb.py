@@ -103,6 +103,27 @@ def run(
     Raises:
         ValueError: a variant is unknown, or `out` holds cells made from something else.
     """
+    origins = check(checkpoint, data, out, variants, settings)
+    bench: _Bench | None = None
+    cells = []
+    for name in variants:
+        folder = CellFolder(out / name, Cell, NAME, command)
+        if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
+            require_writable(out / name)
+            bench = bench or _Bench(checkpoint, data, settings, listen)
+            bench.fill(name, folder, origins)
+        cells += [folder.find(stage, origin) for stage, origin in origins.items()]
+    return [cell for cell in cells if cell is not None]
+
+
+def check(
+    checkpoint: Path, data: Path, out: Path, variants: Sequence[str], settings: StsbSettings
+) -> dict[str, Origin]:
+    """What `run` asks before its work begins; returns the stages there will be, and what each depends on.
+
+    Raises:
+        ValueError: a variant is unknown, or `out` holds cells made from something else.
+    """
     for name in variants:
         if name not in VARIANTS:
             raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
@@ -110,18 +131,11 @@ def run(
     texts = files_source(f"glue/{task.folder}", glue.files(task, data))
     whole = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
     stages = STAGES if settings.finetune_steps else STAGES[:-1]
-    origins = {stage: _origin_of(stage, whole) for stage in STAGES}
-    folders = {name: CellFolder(out / name, Cell, NAME, command) for name in VARIANTS}
-    # all variants share the table, so all are looked at before the work begins
-    missing = {n for n, folder in folders.items() for stage in stages if folder.find(stage, origins[stage]) is None}
-    bench: _Bench | None = None
-    for name in variants:
-        if name in missing:
-            require_writable(out / name)
-            bench = bench or _Bench(checkpoint, data, settings, listen)
-            bench.fill(name, folders[name], stages, origins)
-    cells = [folders[name].find(stage, origins[stage]) for name in variants for stage in stages]
-    return [cell for cell in cells if cell is not None]
+    origins = {stage: _origin_of(stage, whole) for stage in stages}
+    for name in VARIANTS:  # all variants share the table, so all are looked at
+        for stage, origin in origins.items():
+            CellFolder(out / name, Cell, NAME).find(stage, origin)
+    return origins
 
 
 def table(cells: Sequence[Cell]) -> Table:
@@ -150,7 +164,7 @@ def render(folder: Path) -> Report:
         raise ValueError(f"{folder} holds no finished cell.")
     budgets: dict[str, list[str]] = {}
     for record in found:
-        budgets.setdefault(_budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
+        budgets.setdefault(budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
     notes = tuple(f"{', '.join(places)}: {text}." for text, places in budgets.items())
     commands = tuple(dict.fromkeys(record.provenance.command for record in found))
     return Report(commands, (table([record.cell for record in found]),), notes)
@@ -191,19 +205,19 @@ class _Bench:
             for texts in (self.texts, self.pairs.texts)
         )
 
-    def fill(self, variant: str, cells: CellFolder[Cell], stages: Sequence[str], origins: Mapping[str, Origin]) -> None:
+    def fill(self, variant: str, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
         """Go through the stages; a finished one only hands its model on."""
         torch.manual_seed(self.settings.seed)
         start = time.perf_counter()
         model = self.load(self.checkpoint)
         conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
         seconds: float | None = time.perf_counter() - start
-        for stage in stages:
+        for stage, origin in origins.items():
             place = cells.folder / stage
-            if cells.find(stage, origins[stage]) is not None:
+            if cells.find(stage, origin) is not None:
                 model = model if stage == "converted" else self.load(place)
                 continue
-            progress = cells.begin(stage, origins[stage])
+            progress = cells.begin(stage, origin)
             steps = 0
             if stage != "converted":
                 resumed = progress.exists()
@@ -211,9 +225,9 @@ class _Bench:
                 seconds, steps = None if resumed else spent.seconds, spent.steps
                 save_like(self.checkpoint, model, place)
             self.listen(f"{variant}: scoring, {stage}", 0, 1)
-            budget = {"steps": steps, "texts": len(self.texts) if steps else 0}
+            cost = {"steps": steps, "texts": len(self.texts) if steps else 0}
             cell = self._measured(model, variant, stage, seconds)
-            cells.finish(stage, cell, origins[stage], budget, self.settings.seed)
+            cells.finish(stage, cell, origin, cost, self.settings.seed)
 
     def _train(
         self, model: nn.Module, variant: str, stage: str, progress: Path
@@ -274,13 +288,15 @@ def _origin_of(stage: str, whole: Origin) -> Origin:
     return Origin({n: value for n, value in whole.settings.items() if not n.startswith(later)}, whole.sources)
 
 
-def _budget(record: Record) -> str:
-    s, budget = record.origin.settings, record.provenance.budget
+def budget(record: Record, seeds: str = "") -> str:
+    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
+    s, spent = record.origin.settings, record.provenance.budget
+    seeds = seeds or f"seed {s['seed']}"
     checkpoint = record.origin.sources.get("checkpoint")
     parts = [f"{checkpoint.name}, rank {s['rank']}" if checkpoint else f"rank {s['rank']}"]
-    if budget.get("steps"):
-        parts.append(f"{budget['steps']} steps on {budget['texts']} texts without labels")
+    if spent.get("steps"):
+        parts.append(f"{spent['steps']} steps on {spent['texts']} texts without labels")
     if "finetune_lr" in s:
         parts.append(f"lr {s['finetune_lr']:g}, layers weighed {s['finetune_layers']:g}")
-    parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, seed {s['seed']}")
+    parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, {seeds}")
     return "; ".join([*parts, record.provenance.where()])

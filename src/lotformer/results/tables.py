@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -27,3 +29,11 @@ class Table:
         rule = ["---" if index < self.left else "---:" for index in range(len(header))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *self.rows)]
         return "\n".join([*([self.title, ""] if self.title else []), *lines])
+
+
+def mean_and_deviation(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """`71.2 ± 0.4`; the deviation only where there are several values, and a dash where there is none."""
+    if not values:
+        return "–"
+    mean = f"{scale * statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean

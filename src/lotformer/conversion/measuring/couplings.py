@@ -1,19 +1,19 @@
-"""How exact and how doubly stochastic the attention inside a converted model is, on given inputs."""
+"""How exact and how doubly stochastic the attention inside a model is, on given inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ... import attention
 from ...attention import Attention
+from ...attention.diagnose import is_matrix
 from ...attention.lot import LOT
 from ...attention.masking import zero_padding
 from ...data.batches import Batch, call
-from ..hosts.sites import record_of, require_converted, substituted
 
 
 @dataclass(frozen=True)
@@ -38,55 +38,77 @@ class CouplingQuality:
         return f"residual {residual}, doubly stochastic error {doubly} (mean | max)"
 
 
-class _Inspector(Attention):
-    def __init__(self, mechanism: Attention, residuals: list[Tensor], errors: list[Tensor]) -> None:
-        super().__init__(mechanism.head_dim, mechanism.num_heads)
-        self.mechanism = mechanism
-        self.residuals = residuals
-        self.errors = errors
+class _Inspector:
+    """A hook that sees what an attention mechanism is about to mix, and looks at the matrix that it will use."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
-                query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
+    def __init__(self) -> None:
+        self.residuals: list[Tensor] = []
+        self.errors: list[Tensor] = []
+
+    def __call__(self, mechanism: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(mechanism, Attention)
+        self.look(mechanism, *args, **kwargs)
+
+    def look(self, mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
+             query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> None:  # fmt: skip
         real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-        count = real.sum(-1)[:, None, None]
         sums: Tensor | None = None
-        if isinstance(self.mechanism, LOT):
-            prefix = self.mechanism.prefix_tokens
-            plan = self.mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
-            carried, expected = plan.column_sums(), (count - prefix) * plan.key_masses
+        if isinstance(mechanism, LOT):
+            prefix = mechanism.prefix_tokens
+            plan = mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
+            carried, expected = plan.column_sums(), (real.sum(-1)[:, None, None] - prefix) * plan.key_masses
             relative = (carried - expected).abs() / expected.expand_as(carried).clamp_min(1e-30)
             self.residuals.append(relative[real[:, None, prefix:].expand_as(relative)])
-            sums = carried if not prefix and self.mechanism.near is None else None  # the plan is the whole matrix
+            sums = carried if not prefix and mechanism.near is None else None  # the plan is the whole matrix
+            mechanism = mechanism.without_local_mixing()
         if sums is None:
             identity = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
-            sums = self.mechanism(q, k, zero_padding(identity, key_mask), key_mask, query_mask, grid=grid).sum(-2)
+            # past the hooks, or this one would hear of itself
+            sums = mechanism.forward(q, k, zero_padding(identity, key_mask), key_mask, query_mask, grid=grid).sum(-2)
         self.errors.append((sums - 1).abs()[real[:, None].expand_as(sums)])
-        return self.mechanism(q, k, v, key_mask, query_mask, grid=grid)
 
 
 @torch.no_grad()
 def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQuality | None:
-    """Run the converted model on the batches and look at every coupling; None if it has no matrices to look at."""
-    record = record_of(require_converted(model)[0][1])
-    assert record is not None
-    if not attention.entry(record.recipe.mechanism).is_matrix:
+    """Run the model on the batches and look at every coupling in it; None if it has no matrices to look at.
+
+    The model is a converted one, or has layers of ours: `AttentionLayer`, `lotformer.models`. Of a convolution beside
+    the attention nothing is said: it has no rows and columns.
+
+    Raises:
+        ValueError: there is no attention of ours in it.
+    """
+    mechanisms = _mechanisms(model)
+    if not mechanisms:
+        raise ValueError(
+            f"{type(model).__name__} holds no attention of lotformer: call `lotformer.convert(model)` first."
+        )
+    looked_at = [mechanism for mechanism in mechanisms if isinstance(mechanism, LOT) or is_matrix(mechanism)]
+    if not looked_at:
         return None
-    residuals: list[Tensor] = []
-    errors: list[Tensor] = []
+    inspector = _Inspector()
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    hooks = [mechanism.register_forward_pre_hook(inspector, with_kwargs=True) for mechanism in looked_at]
     try:
-        with substituted(model, lambda _, mechanism: _Inspector(mechanism, residuals, errors)):
-            for batch in batches:
-                call(model, batch)
+        for batch in batches:
+            call(model, batch)
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in modes.items():
             module.training = training
-    error = torch.cat(errors)
-    residual = torch.cat(residuals) if residuals else None
+    error = torch.cat(inspector.errors)
+    residual = torch.cat(inspector.residuals) if inspector.residuals else None
     return CouplingQuality(
         residual_mean=None if residual is None else float(residual.mean()),
         residual_max=None if residual is None else float(residual.max()),
         doubly_stochastic_mean=float(error.mean()),
         doubly_stochastic_max=float(error.max()),
     )
+
+
+def _mechanisms(model: nn.Module) -> list[Attention]:
+    """The attention in a model without what wraps it, e.g. for special tokens."""
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    return [module for module in found if sum(isinstance(part, Attention) for part in module.modules()) == 1]

@@ -21,7 +21,7 @@ from ...results import figures
 from ...results.cells import CellFolder, Listener, Origin, Record
 from ...results.report import Report
 from ...results.sources import Source
-from ...results.tables import Table
+from ...results.tables import Table, mean_and_deviation
 from ...training.logs import Progress
 from .settings import LongRangeSettings, Recipe, settings_for
 
@@ -281,15 +281,11 @@ def _accuracies(cells: Sequence[Cell]) -> Table:
     averaged = [task for task in tasks if task != "film-pairs"]
     rows = []
     for row in _rows(cells):
-        means: dict[str, float] = {}
-        texts = []
-        for task in tasks:
-            values = [100 * cell.accuracy for cell in cells if (cell.task, cell.row) == (task, row)]
-            means[task] = statistics.fmean(values) if values else math.nan
-            deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            texts.append(f"{means[task]:.1f}{deviation}" if values else "–")
-        average = statistics.fmean(means[task] for task in averaged) if averaged else math.nan
-        rows.append((row, *texts, "–" if math.isnan(average) else f"{average:.1f}"))
+        found = {task: [cell.accuracy for cell in cells if (cell.task, cell.row) == (task, row)] for task in tasks}
+        means = [statistics.fmean(found[task]) for task in averaged if found[task]]
+        comparable = averaged and len(means) == len(averaged)  # an average over fewer tasks is not
+        average = f"{100 * statistics.fmean(means):.1f}" if comparable else "–"
+        rows.append((row, *(mean_and_deviation(found[task], 100) for task in tasks), average))
     return Table("Accuracy, %", ("Model", *(COLUMNS[task] for task in tasks), "Avg"), tuple(rows))
 
 

@@ -7,7 +7,6 @@ figures are drawn.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from ..._settings import Settings, setting
 from ...data.vision.transforms import evaluation_transform
 from ...results.cells import CellFolder, Listener, Origin, Record
 from ...results.sources import Source, files_source
+from ...results.tables import mean_and_deviation
 from ...training.logs import Progress
 from ...training.run import BEST, train
 from .build import load_trained
@@ -136,12 +136,6 @@ def records(name: str, rows: Sequence[str], folder: Path) -> dict[str, list[Reco
     if not found:
         raise ValueError(f"{folder} holds no finished cell of {name}.")
     return found
-
-
-def mean_and_deviation(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
-    """`71.2 ± 0.4`; the deviation only where there are several values."""
-    mean = f"{scale * statistics.mean(values):.{digits}f}"
-    return f"{mean} ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def top1(found: Sequence[Record]) -> str:

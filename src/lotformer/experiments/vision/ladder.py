@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...results.report import Report
-from ...results.tables import Table
-from .ablation import Row, budget_notes, commands, mean_and_deviation, records, top1
+from ...results.tables import Table, mean_and_deviation
+from .ablation import Row, budget_notes, commands, records, top1
 
 NAME = "vision-ladder"
 
