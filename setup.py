@@ -68,7 +68,7 @@ class Wheel(bdist_wheel):
         return super().get_tag()
 
 
-sources = ["op.cpp", "scratch.cpp", "isa_portable.cpp", *(FLAGS if X86 else [])]
+sources = ["op.cpp", "joining.cpp", "pooling.cpp", "scratch.cpp", "isa_portable.cpp", *(FLAGS if X86 else [])]
 extension = Extension(
     "lotformer.ops.cpu._kernel",
     [str(HERE / source) for source in sources],

@@ -220,7 +220,7 @@ class LOT(Attention):
         rows = None
         if self.prefix is not None:
             head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
-            rows = self.prefix(head, zero_padding(k, key_mask), zero_padding(v, key_mask), key_mask)
+            rows = self.prefix(head, k, v, key_mask, backend=self.backend)
         return self._joined(rows, out, v, key_mask, query_mask, grid)
 
     def why_formed(self) -> str | None:
@@ -302,12 +302,12 @@ class LOT(Attention):
             assert reads.projections is not None
             head = reads.projections.formed(0, x[:, : self.prefix_tokens]).transpose(1, 2)
             head = zero_padding(head, self._prefix_mask(query_mask))
-            clean_v = zero_padding(v, key_mask)
             if k is not None:
-                rows = self.prefix(head, zero_padding(k, key_mask), clean_v, key_mask)
+                rows = self.prefix(head, k, v, key_mask, backend=self.backend)
             else:
                 seen = reads.projections.as_keys_see(head * self.prefix.temperature(self.head_dim))
-                rows = self.prefix.pool((seen @ x.mT).unflatten(1, head.shape[1:3]), clean_v, key_mask)
+                scores = (seen @ x.mT).unflatten(1, head.shape[1:3])
+                rows = self.prefix.pool(scores, zero_padding(v, key_mask), key_mask)
         return self._joined(rows, out, v, key_mask, query_mask, grid)
 
     def _read(
@@ -348,8 +348,7 @@ class LOT(Attention):
     ) -> Tensor:
         """What the coupled tokens receive with local mixing added, behind the rows of the prefix."""
         if self.local is not None:
-            mixed = self.local(self._body(zero_padding(v, key_mask)), grid)
-            out = out + zero_padding(mixed, self._body_mask(query_mask))
+            return self.local.joined(rows, out, v, key_mask, query_mask, grid, backend=self.backend)
         if rows is None:
             return out
         return torch.cat([zero_padding(rows, self._prefix_mask(query_mask)), out], 2)

@@ -99,10 +99,17 @@ constexpr double kLargeStep = 10, kBoldness = 0.25;
 // Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
+struct Join;
+struct Pool;
+
 struct Kernel {
   const char* name;
   void (*forward)(const Call&);
   void (*backward)(const Call&);
+  void (*join)(const Join&);
+  void (*join_backward)(const Join&);
+  void (*pool)(const Pool&);
+  void (*pool_backward)(const Pool&);
 };
 
 const Kernel& portable_kernel();

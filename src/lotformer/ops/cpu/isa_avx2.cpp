@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::avx2_kernel() {
-  static const Kernel kernel{"avx2", forward, backward};
+  static const Kernel kernel{"avx2", forward, backward, join, join_backward, pool, pool_backward};
   return kernel;
 }

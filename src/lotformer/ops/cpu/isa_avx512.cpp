@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::avx512_kernel() {
-  static const Kernel kernel{"avx512", forward, backward};
+  static const Kernel kernel{"avx512", forward, backward, join, join_backward, pool, pool_backward};
   return kernel;
 }

@@ -3,6 +3,6 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::portable_kernel() {
-  static const Kernel kernel{"portable", forward, backward};
+  static const Kernel kernel{"portable", forward, backward, join, join_backward, pool, pool_backward};
   return kernel;
 }

@@ -2,3 +2,5 @@
 #pragma once
 #include "backward.h"
 #include "forward.h"
+#include "joining.h"
+#include "pooling.h"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
+from .calls import differentiable, fresh_like, no_second_derivative, plain, rows, why_transformed
 
 _load_error: str | None = None
 try:
@@ -52,6 +53,16 @@ def why_unavailable() -> str | None:
     )
 
 
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether the small operators beside the kernel can run on these tensors, here and now.
+
+    Exported and traced programs should run where they are not.
+    """
+    if _load_error or torch.compiler.is_exporting() or torch.jit.is_tracing() or why_transformed():
+        return False
+    return all(x is None or (x.dtype == torch.float32 and x.device.type == "cpu") for x in tensors)
+
+
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     q = transport.q
     if q.device.type != "cpu":
@@ -61,11 +72,7 @@ def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
-        return "it has no rules for torch.func transforms."
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no forward-mode derivative."
-    return None
+    return why_transformed()
 
 
 class _Tensors(NamedTuple):
@@ -121,9 +128,9 @@ def run(transport: Transport, solve: Solve) -> Result:
     if isinstance(temperature, Tensor):
         per_head, temperature = temperature.float().expand(heads), 0.0
     tensors = _Tensors(
-        q=_rows(t.q),
-        k=_rows(t.k),
-        v=_rows(t.v),
+        q=rows(t.q),
+        k=rows(t.k),
+        v=rows(t.v),
         pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
@@ -177,20 +184,6 @@ def _mended(result: Result, t: Transport, solve: Solve) -> Result:
     )
 
 
-# What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
-
-
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        return torch.ops.lotformer.cpu_forward(*inputs)
-    if torch.is_grad_enabled():
-        for x in inputs[:_COUNT]:
-            if x is not None and x.requires_grad:
-                return _Eager.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _cpu_forward(*inputs)
-
-
 def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
     if masses is None:
         return None
@@ -199,11 +192,6 @@ def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
 
 def _floats(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()  # to ask is quicker than a conversion to nothing else
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The kernel reads any layout whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _state_size(options: _Options, rank: int) -> int:
@@ -240,7 +228,7 @@ def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, n, dim = q.shape
     rank, value_dim = tensors.log_masses.shape[1], v.shape[3]
     if dim == value_dim:
-        out = _fresh_like(q)
+        out = fresh_like(q)
     elif q.stride(1) >= q.stride(2):
         out = q.new_empty((batch, heads, n, value_dim))
     else:
@@ -257,13 +245,7 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     small = (t.log_masses.new_empty(shape) for shape in shapes)
     per_head = t.q.new_empty((heads,), dtype=torch.float32)
     masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(_fresh_like(_rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
-
-
-def _fresh_like(x: Tensor) -> Tensor:
-    """`empty_like`, or contiguous where that has no whole rows: for tokens that overlap in memory."""
-    y = torch.empty_like(x)
-    return y if y.shape[3] == 1 or y.stride(3) == 1 else x.new_empty(x.shape)
+    return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -278,40 +260,19 @@ def _backward(ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Tensor | Non
     if grad is None:  # whatever came after the output did not depend on it
         return nothing
     state, mixed, *tensors = ctx.saved_tensors
-    arguments = (_rows(grad), state, mixed, *tensors, *ctx.options)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        grads = torch.ops.lotformer.cpu_backward(*arguments)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = _cpu_backward(*arguments)
+    arguments = (rows(grad), state, mixed, *tensors, *ctx.options)
+    grads = _cpu_backward(*arguments)
     wanted = (None if x is None else g for x, g in zip(tensors, grads, strict=False))
     return (*wanted, *nothing[len(grads) :])
 
 
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = _cpu_forward(*inputs)
-        _setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
-        return output
-
-    backward = staticmethod(_backward)
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        'the CPU kernel has no second derivative. Use `backend="reference"`, which is differentiable any number of '
-        "times for the Sinkhorn solver."
-    )
-
-
 if _load_error is None:
-    _cpu_forward, _cpu_backward = (
-        torch.ops.lotformer.cpu_forward.default._op,
-        torch.ops.lotformer.cpu_backward.default._op,
-    )
     torch.library.register_fake("lotformer::cpu_forward", _fake_forward)
     torch.library.register_fake("lotformer::cpu_backward", _fake_backward)
-    torch.library.register_autograd("lotformer::cpu_forward", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("lotformer::cpu_backward", _no_second_derivative)
+    _forward = differentiable("cpu_forward", _COUNT, _setup_context, _backward)
+    _cpu_backward = plain("cpu_backward")
+    no_second_derivative(
+        "cpu_backward",
+        'the CPU kernel has no second derivative. Use `backend="reference"`, which is differentiable any number of '
+        "times for the Sinkhorn solver.",
+    )

@@ -76,11 +76,11 @@ Tensor with_contiguous_rows(const Tensor& x) {
 }
 
 // Asking first is much cheaper than a call that finds nothing to do.
-Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+inline Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
 lot::Rows rows(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
-lot::Masses masses(const MaybeTensor& x) {
+inline lot::Masses masses(const MaybeTensor& x) {
   if (!x) return {};
   return {static_cast<const float*>(x->data_ptr()), x->stride(0), x->stride(1), x->stride(2)};
 }
@@ -121,7 +121,7 @@ void give_back(StableIValue* stack, const Tensors&... results) {
   ((*stack++ = torch::stable::detail::from(results)), ...);
 }
 
-Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
+inline Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
   return torch::stable::new_empty(like, shape, ScalarType::Float);
 }
 
