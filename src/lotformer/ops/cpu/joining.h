@@ -46,60 +46,76 @@ static Side side_of(const Join& c, const Rows& rows, const Mask& mask, int64_t b
           mask.data ? mask.data + b * mask.batch + c.prefix * mask.token : nullptr, mask.token};
 }
 
-// Calls body(tap, neighbour) for the taps of token (r, column) that lie on the grid.
-template <class F>
-LOT_INLINE void each_tap(const Join& c, int64_t r, int64_t column, const F& body) {
+// The taps of one token that lie on the grid: rows and columns of the kernel, and where the first of them lies.
+struct Reach {
+  int rows, columns, first_tap;
+  int64_t first_token;
+};
+
+static Reach reach_of(const Join& c, int64_t r, int64_t column) {
   const int64_t up = c.kernel[0] / 2, left = c.kernel[1] / 2;
-  for (int64_t y = most<int64_t>(0, up - r); y < least<int64_t>(c.kernel[0], c.grid[0] + up - r); y++)
-    for (int64_t x = most<int64_t>(0, left - column); x < least<int64_t>(c.kernel[1], c.grid[1] + left - column); x++)
-      body(int(y * c.kernel[1] + x), (r + y - up) * c.grid[1] + column + x - left);
+  const int64_t top = most<int64_t>(0, up - r), start = most<int64_t>(0, left - column);
+  return {int(least<int64_t>(c.kernel[0], c.grid[0] + up - r) - top),
+          int(least<int64_t>(c.kernel[1], c.grid[1] + left - column) - start), int(top * c.kernel[1] + start),
+          (r + top - up) * c.grid[1] + column + start - left};
 }
 
-// to = base + Σ filter · from for NV vectors of channels, from channel d on.
-template <int NV, bool BACK>
-LOT_INLINE void convolve_panel(const Join& c, const float* filter, int padded, const Side& from, const float* base,
-                               float* to, int64_t r, int64_t column, int d) {
-  const int last = least(W, c.dim - d - (NV - 1) * W);  // channels of the last vector
+// to = base + Σ filter · from for NV vectors of channels, from channel d on. Vectors reach beyond the last channel only
+// if they are not WHOLE. BACK: the transposed map, whose taps lie the other way.
+template <int NV, bool WHOLE, bool BACK>
+LOT_INLINE void convolve_panel(const Join& c, const Reach& reach, const float* filter, int padded, const Side& from,
+                               const float* base, float* to, int d) {
+  const int left = c.dim - d;
   V sum[NV];
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) sum[v] = base ? load_first(base + d + v * W, v + 1 < NV ? W : last) : V{};
-  each_tap(c, r, column, [&](int tap, int64_t at) {
-    if (!from.is_real(at)) return;
-    const float* w = filter + (BACK ? c.taps() - 1 - tap : tap) * padded + d;
-    const float* x = from.at(at) + d;
+  for (int v = 0; v < NV; v++) sum[v] = base ? load_some<WHOLE>(base + d + v * W, left) : V{};
+  for (int y = 0; y < reach.rows; y++) {
+    const int tap = reach.first_tap + y * c.kernel[1];
+    const float* w = filter + int64_t(BACK ? c.taps() - 1 - tap : tap) * padded + d;
+    const int64_t start = reach.first_token + y * c.grid[1];
+    const float* x = from.at(start) + d;
+    for (int i = 0; i < reach.columns; i++) {
+      if (from.is_real(start + i)) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) sum[v] += load(w + v * W) * load_first(x + v * W, v + 1 < NV ? W : last);
-  });
+        for (int v = 0; v < NV; v++) sum[v] += load(w + v * W) * load_some<WHOLE>(x + v * W, left);
+      }
+      w += BACK ? -padded : padded;
+      x += from.token;
+    }
+  }
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) store_first(to + d + v * W, v + 1 < NV ? W : last, sum[v]);
+  for (int v = 0; v < NV; v++) store_some<WHOLE>(to + d + v * W, left, sum[v]);
 }
 
-// Tokens [first, last) of a head. What is padding on the side that is written keeps its base. BACK: the transposed map.
+// Tokens [first, last) of a head. What is padding on the side that is written keeps its base.
 template <bool BACK>
 static void convolve(const Join& c, const float* filter, int padded, const Side& from, const Side& base, const Side& to,
                      int64_t first, int64_t last) {
   int64_t r = first / c.grid[1], column = first % c.grid[1];
   for (int64_t i = first; i < last; i++) {
     const float* start = base.data ? base.at(i) : nullptr;
+    float* out = to.at(i);
     if (!to.is_real(i)) {
       if (start)
-        memcpy(to.at(i), start, sizeof(float) * size_t(c.dim));
+        memcpy(out, start, sizeof(float) * size_t(c.dim));
       else
-        memset(to.at(i), 0, sizeof(float) * size_t(c.dim));
+        memset(out, 0, sizeof(float) * size_t(c.dim));
     } else {
+      const Reach reach = reach_of(c, r, column);
       int d = 0;
-      for (; d + 4 * W <= c.dim; d += 4 * W) convolve_panel<4, BACK>(c, filter, padded, from, start, to.at(i), r, column, d);
-      for (; d < c.dim; d += W) convolve_panel<1, BACK>(c, filter, padded, from, start, to.at(i), r, column, d);
+      for (; d + 4 * W <= c.dim; d += 4 * W) convolve_panel<4, true, BACK>(c, reach, filter, padded, from, start, out, d);
+      for (; d + W <= c.dim; d += W) convolve_panel<1, true, BACK>(c, reach, filter, padded, from, start, out, d);
+      if (d < c.dim) convolve_panel<1, false, BACK>(c, reach, filter, padded, from, start, out, d);
     }
     if (++column == c.grid[1]) column = 0, r++;
   }
 }
 
 // sum (padded) += Σ grad ∘ value over tokens [first, last) of a head, for the tap that lies (down, right) of a token.
-template <int NV>
+template <int NV, bool WHOLE>
 LOT_INLINE void correlate_panel(const Join& c, const Side& grad, const Side& values, int64_t down, int64_t right,
                                 int64_t first, int64_t last, int d, float* to) {
-  const int end = least(W, c.dim - d - (NV - 1) * W);
+  const int width = c.dim - d;
   V sum[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; v++) sum[v] = load(to + d + v * W);
@@ -114,7 +130,7 @@ LOT_INLINE void correlate_panel(const Join& c, const Side& grad, const Side& val
       const float *g = grad.at(j) + d, *x = values.at(at) + d;
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++)
-        sum[v] += load_first(g + v * W, v + 1 < NV ? W : end) * load_first(x + v * W, v + 1 < NV ? W : end);
+        sum[v] += load_some<WHOLE>(g + v * W, width) * load_some<WHOLE>(x + v * W, width);
     }
   }
 #pragma GCC unroll 4
@@ -127,8 +143,9 @@ static void correlate(const Join& c, const Side& grad, const Side& values, int64
     const int64_t down = t / c.kernel[1] - c.kernel[0] / 2, right = t % c.kernel[1] - c.kernel[1] / 2;
     float* to = sums + int64_t(t) * padded;
     int d = 0;
-    for (; d + 4 * W <= c.dim; d += 4 * W) correlate_panel<4>(c, grad, values, down, right, first, last, d, to);
-    for (; d < c.dim; d += W) correlate_panel<1>(c, grad, values, down, right, first, last, d, to);
+    for (; d + 4 * W <= c.dim; d += 4 * W) correlate_panel<4, true>(c, grad, values, down, right, first, last, d, to);
+    for (; d + W <= c.dim; d += W) correlate_panel<1, true>(c, grad, values, down, right, first, last, d, to);
+    if (d < c.dim) correlate_panel<1, false>(c, grad, values, down, right, first, last, d, to);
   }
 }
 

@@ -57,6 +57,7 @@ static float* read_padded(const Chunk& k, const Rows& rows, int width, const Are
 }
 
 // Like and opposite scores of one query with W keys from j on, before they are clamped; padding gives zeros.
+template <bool WHOLE>
 LOT_INLINE void polarised(const Chunk& k, const float* q, int j, V* like, V* opposite) {
   const Pool& c = *k.call;
   V positive[W], negative[W];
@@ -65,7 +66,7 @@ LOT_INLINE void polarised(const Chunk& k, const float* q, int j, V* like, V* opp
     if (j + t >= k.count || !k.is_real(j + t)) continue;
     const float* x = k.key(c.keys, j + t);
     for (int d = 0; d < c.dim; d += W) {
-      const V product = load(q + d) * load_first(x + d, c.dim - d);
+      const V product = load(q + d) * load_some<WHOLE>(x + d, c.dim - d);
       // written so that what is not a number stays so
       positive[t] += product < V{} ? V{} : product;
       negative[t] -= product > V{} ? V{} : product;
@@ -82,13 +83,14 @@ struct Part {
   float top, sum;
 };
 
+template <bool WHOLE>
 static Part pool_chunk(const Chunk& k, const float* q, float* plan, float* pooled) {
   const Pool& c = *k.call;
   float scores[kChunk];
   float top = kNothing;
   for (int j = 0; j < k.count; j += W) {
     V like, opposite;
-    polarised(k, q, j, &like, &opposite);
+    polarised<WHOLE>(k, q, j, &like, &opposite);
     store(scores + j, power(at_least(like, kLeastScore), c.powers[0]) +
                           power(at_least(opposite, kLeastScore), c.powers[1]));
     for (int t = j; t < least(j + W, k.count); t++)
@@ -104,10 +106,9 @@ static Part pool_chunk(const Chunk& k, const float* q, float* plan, float* poole
   }
   memcpy(plan, scores, sizeof(float) * size_t(k.count));
   for (int d = 0; d < c.value_dim; d += W) {
-    const int width = least(W, c.value_dim - d);
     V sum = V{};
     for (int j = 0; j < k.count; j++)
-      if (k.is_real(j)) sum += load_first(k.key(c.values, j) + d, width) * scores[j];
+      if (k.is_real(j)) sum += load_some<WHOLE>(k.key(c.values, j) + d, c.value_dim - d) * scores[j];
     store(pooled + d, sum);
   }
   return part;
@@ -132,7 +133,8 @@ static void put_together(const Chunk& k, int64_t row, int64_t chunks, const Part
   }
 }
 
-static void pool(const Pool& c) {
+template <bool WHOLE>
+static void pool_rows(const Pool& c) {
   const Scope scope(c.host);
   const Arena arena{&c.host};
   const Chunks chunks(c);
@@ -144,7 +146,7 @@ static void pool(const Pool& c) {
     const Chunk k = chunks.at(c, i);
     const float* q = read_padded(k, c.queries, c.dim, arena);
     for (int64_t p = 0; p < c.rows; p++)
-      parts[i * c.rows + p] = pool_chunk(k, q + p * round_up(c.dim, W), k.plan(p), pooled + (i * c.rows + p) * width);
+      parts[i * c.rows + p] = pool_chunk<WHOLE>(k, q + p * round_up(c.dim, W), k.plan(p), pooled + (i * c.rows + p) * width);
   });
   in_parallel(c.host, c.batch * c.heads, [&](int64_t head) {
     const int64_t i = head * chunks.each;
@@ -155,6 +157,7 @@ static void pool(const Pool& c) {
 }
 
 // Gradients of W keys and values from j on, and what they add to that of the queries.
+template <bool WHOLE>
 static void reverse_keys(const Chunk& k, const float* q, const float* grad, const float* inner, int j, V* factors,
                          float* dq) {
   const Pool& c = *k.call;
@@ -166,10 +169,10 @@ static void reverse_keys(const Chunk& k, const float* q, const float* grad, cons
       part[t] = V{};
       if (t >= count || !k.is_real(j + t)) continue;
       const float* v = k.key(c.values, j + t);
-      for (int d = 0; d < c.value_dim; d += W) part[t] += load(grad + p * value_width + d) * load_first(v + d, c.value_dim - d);
+      for (int d = 0; d < c.value_dim; d += W) part[t] += load(grad + p * value_width + d) * load_some<WHOLE>(v + d, c.value_dim - d);
     }
     const V score = load_first(k.plan(p) + j, count) * (reduce<Add>(part) - inner[p]) * c.beta;
-    polarised(k, q + p * width, j, &like, &opposite);
+    polarised<WHOLE>(k, q + p * width, j, &like, &opposite);
     const V none = V{};
     factors[2 * p] = like < splat(kLeastScore) ? none : score * slope(at_least(like, kLeastScore), c.powers[0]);
     factors[2 * p + 1] =
@@ -184,7 +187,7 @@ static void reverse_keys(const Chunk& k, const float* q, const float* grad, cons
     }
     const float* x = k.key(c.keys, j + t);
     for (int d = 0; d < c.dim; d += W) {
-      const V key = load_first(x + d, c.dim - d);
+      const V key = load_some<WHOLE>(x + d, c.dim - d);
       V sum = V{};
       for (int64_t p = 0; p < c.rows; p++) {
         const V query = load(q + p * width + d), product = query * key;
@@ -192,17 +195,18 @@ static void reverse_keys(const Chunk& k, const float* q, const float* grad, cons
         sum += query * factor;
         store(dq + p * width + d, load(dq + p * width + d) + key * factor);
       }
-      store_first(dk + d, c.dim - d, sum);
+      store_some<WHOLE>(dk + d, c.dim - d, sum);
     }
     for (int d = 0; d < c.value_dim; d += W) {
       V sum = V{};
       for (int64_t p = 0; p < c.rows; p++) sum += load(grad + p * value_width + d) * k.plan(p)[j + t];
-      store_first(dv + d, c.value_dim - d, sum);
+      store_some<WHOLE>(dv + d, c.value_dim - d, sum);
     }
   }
 }
 
-static void pool_backward(const Pool& c) {
+template <bool WHOLE>
+static void reverse_rows(const Pool& c) {
   const Scope scope(c.host);
   const Arena arena{&c.host};
   const Chunks chunks(c);
@@ -222,7 +226,7 @@ static void pool_backward(const Pool& c) {
     }
     V* factors = arena.take<V>(2 * c.rows);
     for (int j = 0; j < k.count; j += W)
-      reverse_keys(k, q, grad, inner, j, factors, partial + i * c.rows * width);
+      reverse_keys<WHOLE>(k, q, grad, inner, j, factors, partial + i * c.rows * width);
   });
   for (int64_t head = 0; head < c.batch * c.heads; head++)
     for (int64_t p = 0; p < c.rows; p++)
@@ -232,5 +236,9 @@ static void pool_backward(const Pool& c) {
         c.grad_queries[(head * c.rows + p) * c.dim + d] = sum;
       }
 }
+
+static bool is_whole(const Pool& c) { return c.dim % W == 0 && c.value_dim % W == 0; }
+static void pool(const Pool& c) { (is_whole(c) ? pool_rows<true> : pool_rows<false>)(c); }
+static void pool_backward(const Pool& c) { (is_whole(c) ? reverse_rows<true> : reverse_rows<false>)(c); }
 
 }  // namespace

@@ -28,6 +28,18 @@ LOT_INLINE void store_first(float* p, int count, V v) {
   else
     memcpy(p, &v, sizeof(float) * size_t(count));
 }
+// The same where all of them may be known to be WHOLE: asking is dearer than loading.
+template <bool WHOLE>
+LOT_INLINE V load_some(const float* p, int count) {
+  return WHOLE ? load(p) : load_first(p, count);
+}
+template <bool WHOLE>
+LOT_INLINE void store_some(float* p, int count, V v) {
+  if (WHOLE)
+    store(p, v);
+  else
+    store_first(p, count, v);
+}
 #if LOT_WIDTH == 4
 LOT_INLINE V splat(float x) { return V{x, x, x, x}; }
 #elif LOT_WIDTH == 8
