@@ -338,9 +338,7 @@ class LOT(Attention):
             maps.append(values)
         found = at_once(x, maps)
         count = len(reads.scores)
-        scores = [
-            side.transpose(1, 2) for y in found[:count] for side in y.unflatten(-1, (-1, heads, rank)).unbind(2)
-        ]
+        scores = [side.transpose(1, 2) for y in found[:count] for side in y.unflatten(-1, (-1, heads, rank)).unbind(2)]
         formed = [y.unflatten(-1, (heads, width)).transpose(1, 2) for y in found[count:]]
         v = None if values is None else formed[-1]
         k = None

@@ -16,9 +16,7 @@ def can_pool(*tensors: Tensor | None) -> bool:
     return takes(*tensors)
 
 
-def pool(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]
-) -> Tensor:
+def pool(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]) -> Tensor:
     """Rows `(B, H, P, Dv)` for queries `(B, H, P, D)`, as `PrefixRows` defines them; padding may hold anything."""
     return _pool(rows(q), rows(k), rows(v), key_mask, beta, *powers)[0]
 
