@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lotformer.nn import DepthwiseMixing
 from lotformer.ops import cpu
@@ -190,6 +191,20 @@ def test_transforms_and_named_backends_use_the_definition(backend: str | None) -
     case.key_mask = case.query_mask = None
     one = torch.func.vmap(lambda v: case.joined(case.rows[:1], case.out[:1], v[None], case.module.conv.weight)[0])
     assert one(case.v).shape == case.v.shape
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_a_prefix_without_tokens_behind_it_is_handed_on(kind: str) -> None:
+    rows, v = torch.randn(2, 3, 2, 1, 4)
+    assert torch.equal(mixing(2, 4, kind, 3).joined(rows, torch.zeros(3, 2, 0, 4), v), rows)
+
+
+@needs_kernel
+def test_a_counter_of_products_sees_the_convolution() -> None:
+    case = Case()
+    with FlopCounterMode(display=False) as counter:
+        case.joined(*case.inputs)
+    assert counter.get_total_flops() == 2 * case.out.numel() * 9
 
 
 @needs_kernel

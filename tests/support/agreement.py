@@ -19,7 +19,7 @@ def with_gradients(function: Function, inputs: Sequence[Tensor | None], dtype: t
 
 
 def assert_native_agrees(function: Function, inputs: Sequence[Tensor | None], tolerance: float = 5e-6) -> None:
-    """Values and gradients, to a tolerance relative to the norm; what nearly vanishes is measured against the largest."""
+    """Values and gradients, relative to the norm; what nearly vanishes is measured against the largest."""
     got = with_gradients(function, inputs, torch.float32)
     expected = with_gradients(function, inputs, torch.float64)
     least = 0.05 * max(want.norm() for want in expected)

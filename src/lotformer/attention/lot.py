@@ -328,7 +328,7 @@ class LOT(Attention):
         query_mask: Tensor | None,
         values: Linear | None = None,
     ) -> Read:
-        """Everything about all tokens by one product, where that pays; masses are those of the keys after the prefix."""
+        """Everything about all tokens by one product, where that pays; masses are those of keys after the prefix."""
         heads, rank, width = self.num_heads, self.pivots.rank, self.head_dim
         maps = list(reads.scores)
         if reads.forms_keys:
@@ -345,7 +345,7 @@ class LOT(Attention):
         if reads.forms_keys:
             k = formed[0]
             scores.append(products_by_head(k, self._scaled_points(k)))
-        return Read(*scores, self._read_masses(x, reads, key_mask, query_mask), k, v)
+        return Read(scores[0], scores[1], self._read_masses(x, reads, key_mask, query_mask), k, v)
 
     def _read_masses(
         self, x: Tensor, reads: Reads, key_mask: Tensor | None, query_mask: Tensor | None

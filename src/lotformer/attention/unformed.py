@@ -68,7 +68,7 @@ class Side(NamedTuple):
         return Linear((points @ self.weight).flatten(0, 1), bias)
 
     def seen_by(self, vectors: Tensor) -> Tensor:
-        """`Wᵀ u (B, H·V, C)` for vectors u `(B, H, V, D)`: its product with x is that of u with the keys, up to `u·b`."""
+        """`Wᵀ u (B, H·V, C)` for vectors u `(B, H, V, D)`: its product with x is `u·k`, up to `u·b`."""
         batch, heads, count, dim = vectors.shape
         by_head = vectors.transpose(0, 1).reshape(heads, batch * count, dim) @ self.weight
         return by_head.view(heads, batch, count, -1).transpose(0, 1).reshape(batch, heads * count, -1)
@@ -99,7 +99,7 @@ class Projections(NamedTuple):
         return cls(weight, bias)
 
     def sides(self) -> tuple[Side, Side]:
-        """Queries and keys. To be taken apart once: every part on its own would have a gradient as large as the whole."""
+        """Queries and keys. Taken apart once: each part on its own would have a gradient as large as the whole."""
         weights, biases = self.weight.unbind(0), (None, None) if self.bias is None else self.bias.unbind(0)
         return Side(weights[0], biases[0]), Side(weights[1], biases[1])
 

@@ -46,7 +46,7 @@ class DepthwiseMixing(nn.Module):
 
     def forward(self, v: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         self._require_filters(v)
-        if self._runs_natively(v):
+        if v.shape[2] and self._runs_natively(v):
             return cpu.join(None, None, v, self.conv.weight, None, None, self._grid(v.shape[2], grid))
         return self._convolved(v, grid)
 
@@ -86,10 +86,9 @@ class DepthwiseMixing(nn.Module):
         if backend in (None, "cpu") and out.shape[2] and self._runs_natively(rows, out, v):
             grid = self._grid(v.shape[2] - prefix, grid)
             return cpu.join(out, rows, v, self.conv.weight, query_mask, key_mask, grid)
-        mixed = self._convolved(zero_padding(v, key_mask)[:, :, prefix:], grid)
-        if query_mask is not None:
-            mixed = zero_padding(mixed, query_mask[:, prefix:])
-        out = out + mixed
+        if out.shape[2]:  # PyTorch refuses to convolve nothing
+            mixed = self._convolved(zero_padding(v, key_mask)[:, :, prefix:], grid)
+            out = out + zero_padding(mixed, None if query_mask is None else query_mask[:, prefix:])
         if rows is None:
             return out
         return torch.cat([zero_padding(rows, None if query_mask is None else query_mask[:, :prefix]), out], 2)

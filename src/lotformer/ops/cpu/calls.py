@@ -37,7 +37,7 @@ def differentiable(name: str, tensors: int, setup_context: Operator, backward: O
             setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
             return output
 
-    Eager.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ struct Joining {
     else
       expect(filters, "filters", ScalarType::Float, {channels, 1, kernel, kernel});
     STD_TORCH_CHECK(kernel % 2 == 1, "lotformer: filters must have odd widths.");
-    STD_TORCH_CHECK(prefix >= 0 && rows >= 1 && columns >= 0 && prefix + rows * columns == length, "lotformer: a prefix of ",
+    STD_TORCH_CHECK(prefix >= 0 && rows >= 1 && columns >= 1 && prefix + rows * columns == length, "lotformer: a prefix of ",
                     prefix, " and a grid of ", rows, " × ", columns, " do not make ", length, " tokens.");
     STD_TORCH_CHECK(!flat || rows == 1, "lotformer: filters of a sequence take a grid of one row.");
     expect(values, "values", ScalarType::Float, {batch, heads, length, dim});

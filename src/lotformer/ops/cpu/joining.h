@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int64_t kSoon = 8;          // tokens: how far rows are asked for in advance
 constexpr int64_t kUnit = 64;         // tokens that one task has at least
 constexpr int64_t kFilterGroups = 32;  // partial sums for the filters: as many whatever the threads, so sums do not change
 
@@ -87,14 +88,22 @@ LOT_INLINE void convolve_panel(const Join& c, const Reach& reach, const float* f
   for (int v = 0; v < NV; v++) store_some<WHOLE>(to + d + v * W, left, sum[v]);
 }
 
+// Asks for a row in advance: rows of one head lie far apart, where no prefetcher looks for them.
+LOT_INLINE void ask_for(const Side& side, int64_t i, const Join& c) {
+  for (int d = 0; d < c.dim; d += kLine) __builtin_prefetch(side.at(i) + d);
+}
+
 // Tokens [first, last) of a head. What is padding on the side that is written keeps its base.
 template <bool BACK>
 static void convolve(const Join& c, const float* filter, int padded, const Side& from, const Side& base, const Side& to,
                      int64_t first, int64_t last) {
   int64_t r = first / c.grid[1], column = first % c.grid[1];
+  const int64_t ahead = c.kernel[0] / 2 * c.grid[1] + c.kernel[1] / 2 + kSoon;  // of a token: what no token has read yet
   for (int64_t i = first; i < last; i++) {
     const float* start = base.data ? base.at(i) : nullptr;
     float* out = to.at(i);
+    ask_for(from, ahead + i, c);
+    if (start) ask_for(base, i + kSoon, c);
     if (!to.is_real(i)) {
       if (start)
         memcpy(out, start, sizeof(float) * size_t(c.dim));

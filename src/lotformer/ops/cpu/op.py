@@ -56,9 +56,12 @@ def why_unavailable() -> str | None:
 def takes(*tensors: Tensor | None) -> bool:
     """Whether the small operators beside the kernel can run on these tensors, here and now.
 
-    Exported and traced programs should run where they are not.
+    Exported and traced programs should run where they are not, and a dispatch mode (a counter of products, for one)
+    should see the operators it knows.
     """
     if _load_error or torch.compiler.is_exporting() or torch.jit.is_tracing() or why_transformed():
+        return False
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return False
     return all(x is None or (x.dtype == torch.float32 and x.device.type == "cpu") for x in tensors)
 

@@ -56,6 +56,11 @@ static float* read_padded(const Chunk& k, const Rows& rows, int width, const Are
   return to;
 }
 
+// Asks for the row that is read W keys later: rows of one head lie far apart, where no prefetcher looks for them.
+LOT_INLINE void ask_for_row(const float* row, int64_t token, int width) {
+  for (int d = 0; d < width; d += kLine) __builtin_prefetch(row + W * token + d);
+}
+
 // Like and opposite scores of one query with W keys from j on, before they are clamped; padding gives zeros.
 template <bool WHOLE>
 LOT_INLINE void polarised(const Chunk& k, const float* q, int j, V* like, V* opposite) {
@@ -65,6 +70,7 @@ LOT_INLINE void polarised(const Chunk& k, const float* q, int j, V* like, V* opp
     positive[t] = negative[t] = V{};
     if (j + t >= k.count || !k.is_real(j + t)) continue;
     const float* x = k.key(c.keys, j + t);
+    ask_for_row(x, c.keys.token, c.dim);
     for (int d = 0; d < c.dim; d += W) {
       const V product = load(q + d) * load_some<WHOLE>(x + d, c.dim - d);
       // written so that what is not a number stays so
@@ -105,11 +111,13 @@ static Part pool_chunk(const Chunk& k, const float* q, float* plan, float* poole
     }
   }
   memcpy(plan, scores, sizeof(float) * size_t(k.count));
-  for (int d = 0; d < c.value_dim; d += W) {
-    V sum = V{};
-    for (int j = 0; j < k.count; j++)
-      if (k.is_real(j)) sum += load_some<WHOLE>(k.key(c.values, j) + d, c.value_dim - d) * scores[j];
-    store(pooled + d, sum);
+  memset(pooled, 0, sizeof(float) * size_t(round_up(c.value_dim, W)));
+  for (int j = 0; j < k.count; j++) {  // row by row, as they lie in memory
+    if (!k.is_real(j)) continue;
+    const float* x = k.key(c.values, j);
+    ask_for_row(x, c.values.token, c.value_dim);
+    for (int d = 0; d < c.value_dim; d += W)
+      store(pooled + d, load(pooled + d) + load_some<WHOLE>(x + d, c.value_dim - d) * scores[j]);
   }
   return part;
 }
@@ -169,6 +177,7 @@ static void reverse_keys(const Chunk& k, const float* q, const float* grad, cons
       part[t] = V{};
       if (t >= count || !k.is_real(j + t)) continue;
       const float* v = k.key(c.values, j + t);
+      ask_for_row(v, c.values.token, c.value_dim);
       for (int d = 0; d < c.value_dim; d += W) part[t] += load(grad + p * value_width + d) * load_some<WHOLE>(v + d, c.value_dim - d);
     }
     const V score = load_first(k.plan(p) + j, count) * (reduce<Add>(part) - inner[p]) * c.beta;
