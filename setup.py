@@ -68,7 +68,8 @@ class Wheel(bdist_wheel):
         return super().get_tag()
 
 
-sources = ["op.cpp", "masses.cpp", "near.cpp", "scratch.cpp", "isa_portable.cpp", *(FLAGS if X86 else [])]
+sources = ["op.cpp", "joining.cpp", "masses.cpp", "near.cpp", "pooling.cpp", "scratch.cpp", "isa_portable.cpp"]
+sources += FLAGS if X86 else []
 extension = Extension(
     "lotformer.ops.cpu._kernel",
     [str(HERE / source) for source in sources],

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import attention
@@ -16,7 +15,7 @@ from .attention.folded import FoldedLOT, split_tokens, why_unfoldable
 from .attention.host_masks import key_mask_from_sdpa
 from .attention.lot import LOT, LOTOptions
 from .attention.options import documents
-from .attention.unformed import Projections, why_too_coarse
+from .attention.unformed import Linear, Projections, why_too_coarse
 from .nn.checks import require_count
 from .ops.attention import CAUSAL_REFUSAL
 
@@ -163,12 +162,17 @@ class AttentionLayer(nn.Module):
         """The mixed values `(B, H, N, D)`; LOT reads queries and keys off the input where that is cheaper."""
         mechanism = self.mechanism
         if isinstance(mechanism, FoldedLOT):
+            if self._is_plain(x, mechanism):
+                return mechanism.attend_input(x, Linear(self.qkv.weight, self.qkv.bias), real, real, grid=grid)
             tokens = split_tokens(x, self.head_dim)
             return mechanism(tokens, tokens, self._heads(self.qkv(x)), real, real, grid=grid)
         if type(mechanism) is LOT and self._reads_input(x, mechanism):
-            dim = self.qkv.in_features
-            v = F.linear(x, self.qkv.weight[2 * dim :], None if self.qkv.bias is None else self.qkv.bias[2 * dim :])
-            return mechanism.attend_unformed(x, self._projections(), self._heads(v), real, real, grid=grid)
+            # taken apart once: every part on its own would have a gradient as large as the whole
+            parts = [2 * self.qkv.in_features, self.qkv.in_features]
+            scored, weight = self.qkv.weight.split(parts)
+            scored_bias, bias = (None, None) if self.qkv.bias is None else self.qkv.bias.split(parts)
+            projections = Projections.of(scored, scored_bias, self.num_heads, self.head_dim)
+            return mechanism.attend_unformed(x, projections, Linear(weight, bias), real, real, grid=grid)
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
         # under autocast a norm raises the precision of what it returns
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
@@ -176,13 +180,17 @@ class AttentionLayer(nn.Module):
 
     def _reads_input(self, x: Tensor, mechanism: LOT) -> bool:
         """Whether queries and keys need not be formed, and need not for less work."""
-        if self.why_unfoldable() is not None or _is_watched(self.qkv) or _is_watched(mechanism):
-            return False
-        if self.qkv.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        if self.why_unfoldable() is not None or not self._is_plain(x, mechanism):
             return False
         # under tracing a length stands for all lengths, and must not decide
         tokens = None if torch.compiler.is_compiling() else x.shape[0] * x.shape[1]
         return tokens != 0 and mechanism.is_cheaper_unformed(x.shape[2], tokens)
+
+    def _is_plain(self, x: Tensor, mechanism: LOT) -> bool:
+        """Whether nobody would notice that the projection and the mechanism are not called one after the other."""
+        if _is_watched(self.qkv) or _is_watched(mechanism) or type(self.qkv) is not nn.Linear:
+            return False
+        return self.qkv.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
 
     def _projections(self) -> Projections:
         return Projections.of(self.qkv.weight, self.qkv.bias, self.num_heads, self.head_dim)

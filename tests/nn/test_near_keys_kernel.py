@@ -84,7 +84,7 @@ def run(near: NearKeys, x: dict[str, Tensor], rest: dict[str, Any], dtype: torch
     if "query_mask" in rest:
         share = share * rest["query_mask"][:, None]
     cotangents = [torch.arange(y.numel()).sin().bfloat16().to(y.dtype).view(y.shape) for y in (out, share)]
-    wanted = leaves | {name: parameter for name, parameter in near.named_parameters()}
+    wanted = leaves | dict(near.named_parameters())
     grads = torch.autograd.grad([out, share], list(wanted.values()), cotangents)
     found = {"out": out.detach(), "share": share.detach()}
     return found | {f"grad of {name}": g for name, g in zip(wanted, grads, strict=True)}

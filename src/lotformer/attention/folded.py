@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..nn.precision import no_autocast
 from ..ops import Coupling, coupling
 from .lot import LOT
-from .unformed import Projections, Reads
+from .unformed import Linear, Projections, Reads, Side
 
 
 class FoldedLOT(LOT):
@@ -43,9 +43,10 @@ class FoldedLOT(LOT):
         made = copy.deepcopy(mechanism)
         made.__class__ = cls
         assert isinstance(made, cls)
-        made.scores = _linear(reads.scores, reads.scores_bias)
+        biases = [bias for _, bias in reads.scores if bias is not None]
+        made.scores = _linear(torch.cat([weight for weight, _ in reads.scores]), torch.cat(biases) if biases else None)
         made.masses = None if reads.masses is None else _linear(reads.masses, None)
-        kept = reads.projections
+        kept = None if reads.queries is None else projections
         made.query_key = None if kept is None else _linear(kept.weight.flatten(0, 2), _flat(kept.bias))
         if not (mechanism.prefix is not None and mechanism.prefix.polarize):
             made.pivots.points = None  # type: ignore[assignment]  # they are in the scores
@@ -68,6 +69,18 @@ class FoldedLOT(LOT):
             out = self._attend_reads(_tokens(q).to(dtype), self._stored(), v.to(dtype), key_mask, query_mask, grid)
         return out.to(v.dtype)
 
+    def attend_input(
+        self,
+        x: Tensor,
+        values: Linear,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """The same for a layer's input `x (B, N, C)` in its precision, and the map that makes values of it."""
+        return self._attend_reads(x, self._stored(), values, key_mask, query_mask, grid)
+
     def why_formed(self) -> str | None:
         return "it is folded already"
 
@@ -82,29 +95,27 @@ class FoldedLOT(LOT):
     ) -> Coupling:
         """The plans among the tokens after the prefix; `q` and `k` are the tokens, as in `forward`."""
         self._check(q, k, k, key_mask, query_mask)
-        (query_scores, key_scores), key_masses, _ = self._read(_tokens(q), self._stored(), key_mask, query_mask)
+        read = self._read(_tokens(q), self._stored(), key_mask, query_mask)
         rank = self.pivots.rank
         return coupling(
-            self._body(query_scores),
-            self._body(key_scores),
+            self._body(read.query_scores),
+            self._body(read.key_scores),
             torch.eye(rank, dtype=q.dtype, device=q.device).expand(self.num_heads, rank, rank),  # gives scores as such
             self.pivots.log_masses(q),
             **self._how_to_solve(),
             scale=1.0,
             query_mask=self._body_mask(query_mask),
             key_mask=self._body_mask(key_mask),
-            key_masses=key_masses,
+            key_masses=read.key_masses,
             backend=self.backend,
         )
 
     def _stored(self) -> Reads:
-        projections = None
+        sides: tuple[Side | None, Side | None] = (None, None)
         if self.query_key is not None:
-            shape = (2, self.num_heads, self.head_dim)
-            bias = None if self.query_key.bias is None else self.query_key.bias.view(shape)
-            projections = Projections(self.query_key.weight.view(*shape, -1), bias)
+            sides = Projections.of(self.query_key.weight, self.query_key.bias, self.num_heads, self.head_dim).sides()
         masses = None if self.masses is None else self.masses.weight
-        return Reads(self.scores.weight, self.scores.bias, masses, projections)
+        return Reads((Linear(self.scores.weight, self.scores.bias),), masses, *sides, self._forms_keys)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
         width = self.scores.in_features

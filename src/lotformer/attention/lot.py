@@ -23,7 +23,7 @@ from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
 from .options import Option, documents, with_defaults
-from .unformed import Projections, Reads
+from .unformed import Linear, Projections, Read, Reads, at_once, products_by_head
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -221,7 +221,7 @@ class LOT(Attention):
         rows = None
         if self.prefix is not None:
             head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
-            rows = self.prefix(head, zero_padding(k, key_mask), zero_padding(v, key_mask), key_mask)
+            rows = self.prefix(head, k, v, key_mask, backend=self.backend)
         return self._joined(rows, out, v, key_mask, query_mask, grid)
 
     def why_formed(self) -> str | None:
@@ -237,7 +237,7 @@ class LOT(Attention):
         side, unless keys are formed. Making the weights of the scores takes as much as D tokens do.
         """
         d, r = self.head_dim, self.pivots.rank
-        forms_keys = self.prefix is not None and self.prefix.polarize
+        forms_keys = self._forms_keys
         sides = 1 if forms_keys else 2
         others = 0 if forms_keys else self.prefix_tokens + (self.key_masses.kind != "uniform")
         saved = sides * (width * d + d * r - width * r) - others * (width - d)
@@ -247,96 +247,123 @@ class LOT(Attention):
         self,
         x: Tensor,
         projections: Projections,
-        v: Tensor,
+        values: Linear,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
         *,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """What `forward` makes of the queries and keys that a layer would form of its input `x (B, N, C)`.
+        """What `forward` makes of the queries, keys and values that a layer would form of its input `x (B, N, C)`.
 
         The same to rounding, with gradients for the projections; `why_formed` says whether it can be had.
         """
-        return self._attend_reads(x, self._reads(projections, x), v, key_mask, query_mask, grid)
+        return self._attend_reads(x, self._reads(projections, x), values, key_mask, query_mask, grid)
+
+    @property
+    def _forms_keys(self) -> bool:
+        """Whether keys are formed after all: polarised scores are not linear in them."""
+        return self.prefix is not None and self.prefix.polarize
+
+    def _scaled_points(self, like: Tensor) -> Tensor:
+        """What queries and keys are multiplied by to get their scores."""
+        points = self.pivots.points(like)
+        return points * (self.head_dim**-0.5 if self.scale is None else self.scale)
 
     def _reads(self, projections: Projections, like: Tensor) -> Reads:
-        points, _ = self.pivots(like)
-        factor = self.head_dim**-0.5 if self.scale is None else self.scale
-        sides = projections
-        if self.prefix is not None and self.prefix.polarize:  # its scores are not linear in the keys
-            sides = Projections(projections.weight[:1], None if projections.bias is None else projections.bias[:1])
-        scores, bias = sides.against(points * factor)
+        points = self._scaled_points(like)
+        queries, keys = projections.sides()
+        scores = tuple(side.against(points) for side in ((queries,) if self._forms_keys else (queries, keys)))
         masses = None
         if self.key_masses.kind == "linear":
-            masses = projections.as_keys_see(self.key_masses.directions(like, None)[:, :, None])[0]
-        once = self.prefix is not None or self.key_masses.kind == "query-aware"
-        return Reads(
-            scores.flatten(0, 2), None if bias is None else bias.flatten(), masses, projections if once else None
-        )
+            masses = keys.seen_by(self.key_masses.directions(like, None)[:, :, None])[0]
+        if self.prefix is None and self.key_masses.kind != "query-aware":
+            return Reads(scores, masses, None, None, self._forms_keys)
+        return Reads(scores, masses, queries, keys, self._forms_keys)
 
     def _attend_reads(
         self,
         x: Tensor,
         reads: Reads,
-        v: Tensor,
+        values: Tensor | Linear,
         key_mask: Tensor | None,
         query_mask: Tensor | None,
         grid: tuple[int, int] | None,
     ) -> Tensor:
+        """The output for values `(B, H, N, D)`, or for those that a map makes of the input."""
         self._require_prefix(x.shape[1])
         body = self._body
-        scores, key_masses, k = self._read(x, reads, key_mask, query_mask)
+        read = self._read(x, reads, key_mask, query_mask, None if isinstance(values, Tensor) else values)
+        v = values if isinstance(values, Tensor) else read.values
+        assert v is not None
         out = lot_attention_from_scores(
-            body(scores[0]),
-            body(scores[1]),
+            body(read.query_scores),
+            body(read.key_scores),
             body(v),
             self.pivots.log_masses(v),
             **self._how_to_solve(),
             query_mask=self._body_mask(query_mask),
             key_mask=self._body_mask(key_mask),
-            key_masses=key_masses,
+            key_masses=read.key_masses,
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         rows = None
         if self.prefix is not None:
-            assert reads.projections is not None
-            head = reads.projections.formed(0, x[:, : self.prefix_tokens]).transpose(1, 2)
+            assert reads.queries is not None
+            assert reads.keys is not None
+            head = reads.queries.formed(x[:, : self.prefix_tokens]).transpose(1, 2)
             head = zero_padding(head, self._prefix_mask(query_mask))
-            clean_v = zero_padding(v, key_mask)
-            if k is not None:
-                rows = self.prefix(head, zero_padding(k, key_mask), clean_v, key_mask)
+            if read.keys is not None:
+                rows = self.prefix(head, read.keys, v, key_mask, backend=self.backend)
             else:
-                seen = reads.projections.as_keys_see(head * self.prefix.temperature(self.head_dim))
-                rows = self.prefix.pool((seen @ x.mT).unflatten(1, head.shape[1:3]), clean_v, key_mask)
+                seen = reads.keys.seen_by(head * self.prefix.temperature(self.head_dim))
+                scores = (seen @ x.mT).unflatten(1, head.shape[1:3])
+                rows = self.prefix.pool(scores, zero_padding(v, key_mask), key_mask)
         return self._joined(rows, out, v, key_mask, query_mask, grid)
 
     def _read(
+        self,
+        x: Tensor,
+        reads: Reads,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        values: Linear | None = None,
+    ) -> Read:
+        """Everything about all tokens by one product, where that pays; masses are those of keys after the prefix."""
+        heads, rank, width = self.num_heads, self.pivots.rank, self.head_dim
+        maps = list(reads.scores)
+        if reads.forms_keys:
+            assert reads.keys is not None
+            maps.append(reads.keys.map)
+        if values is not None:
+            maps.append(values)
+        found = at_once(x, maps)
+        count = len(reads.scores)
+        scores = [side.transpose(1, 2) for y in found[:count] for side in y.unflatten(-1, (-1, heads, rank)).unbind(2)]
+        formed = [y.unflatten(-1, (heads, width)).transpose(1, 2) for y in found[count:]]
+        v = None if values is None else formed[-1]
+        k = None
+        if reads.forms_keys:
+            k = formed[0]
+            scores.append(products_by_head(k, self._scaled_points(k)))
+        return Read(scores[0], scores[1], self._read_masses(x, reads, key_mask, query_mask), k, v)
+
+    def _read_masses(
         self, x: Tensor, reads: Reads, key_mask: Tensor | None, query_mask: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
-        """Scores of both sides for all tokens, masses of the keys after the prefix, and the keys if they are formed."""
-        heads, rank = self.num_heads, self.pivots.rank
-        sides = F.linear(x, reads.scores, reads.scores_bias).unflatten(-1, (-1, heads, rank)).permute(2, 0, 3, 1, 4)
+    ) -> Tensor | None:
+        if self.key_masses.kind == "uniform":
+            return None
         key_mask, query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
         rest = x[:, self.prefix_tokens :]
-        if len(sides) == 1:
-            assert reads.projections is not None
-            k = reads.projections.formed(1, x).transpose(1, 2)
-            points, _ = self.pivots(k)
-            factor = self.head_dim**-0.5 if self.scale is None else self.scale
-            scores = (sides[0], k @ (points * factor).mT)
-        else:
-            k, scores = None, (sides[0], sides[1])
-        if self.key_masses.kind == "uniform":
-            return scores, None, k
         if reads.masses is not None:
-            return scores, masses_of(F.linear(rest, reads.masses).mT, key_mask), k
-        assert reads.projections is not None
+            return masses_of(F.linear(rest, reads.masses).mT, key_mask)
+        assert reads.queries is not None
+        assert reads.keys is not None
         mean_query = None
         if self.key_masses.kind == "query-aware":
-            mean_query = reads.projections.formed(0, mean_of_real(rest[:, None], query_mask)[:, 0])
+            mean_query = reads.queries.formed(mean_of_real(rest[:, None], query_mask)[:, 0])
         direction = self.key_masses.directions(x, mean_query)
-        return scores, masses_of(reads.projections.as_keys_see(direction[:, :, None]) @ rest.mT, key_mask), k
+        return masses_of(reads.keys.seen_by(direction[:, :, None]) @ rest.mT, key_mask)
 
     def _joined(
         self,
@@ -349,8 +376,7 @@ class LOT(Attention):
     ) -> Tensor:
         """What the coupled tokens receive with local mixing added, behind the rows of the prefix."""
         if self.local is not None:
-            mixed = self.local(self._body(zero_padding(v, key_mask)), grid)
-            out = out + zero_padding(mixed, self._body_mask(query_mask))
+            return self.local.joined(rows, out, v, key_mask, query_mask, grid, backend=self.backend)
         if rows is None:
             return out
         return torch.cat([zero_padding(rows, self._prefix_mask(query_mask)), out], 2)

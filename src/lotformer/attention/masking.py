@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x (B, H, N, D)` with padded tokens set to zero, so that NaN or inf there cannot spread.
-
-    On the way in it cleans padded content; on the way out it silences the rows of padded queries.
-    """
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+from ..nn.padding import zero_padding as zero_padding
 
 
 def count_real(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -39,8 +39,7 @@ class PrefixedAttention(Attention):
         grid: Grid | None = None,
     ) -> Tensor:
         special = self.prefix_tokens
-        clean_k, clean_v = zero_padding(k, key_mask), zero_padding(v, key_mask)
-        rows = self.prefix(zero_padding(q, query_mask)[:, :, :special], clean_k, clean_v, key_mask)
+        rows = self.prefix(zero_padding(q, query_mask)[:, :, :special], k, v, key_mask)
         rows = zero_padding(rows, None if query_mask is None else query_mask[:, :special])
         q, k, v = (x[:, :, special:] for x in (q, k, v))
         key_mask, query_mask = (None if mask is None else mask[:, special:] for mask in (key_mask, query_mask))

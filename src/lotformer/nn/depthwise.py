@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import cpu
 from .checks import require_count
+from .padding import zero_padding
 
 ConvKind = Literal["1d", "2d"]
 Sharing = Literal["none", "heads", "channels"]
@@ -42,13 +45,15 @@ class DepthwiseMixing(nn.Module):
         )
 
     def forward(self, v: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        self._require_filters(v)
+        if v.shape[2] and self._runs_natively(v):
+            return cpu.join(None, None, v, self.conv.weight, None, None, self._grid(v.shape[2], grid))
+        return self._convolved(v, grid)
+
+    def _convolved(self, v: Tensor, grid: tuple[int, int] | None) -> Tensor:
+        """The definition, in PyTorch's operators."""
         batch, heads, length, dim = v.shape
-        filters = {"none": heads * dim, "heads": dim, "channels": heads}[self.sharing]
-        if filters != self.conv.in_channels:
-            raise ValueError(
-                f"local mixing was built with {self.conv.in_channels} filters, but values of shape {tuple(v.shape)} "
-                f"need {filters} (sharing={self.sharing!r}): values must have the dimension of the heads."
-            )
+        filters = self.conv.in_channels
         weight = self.conv.weight
         if self.sharing == "channels":  # heads are the channels already and head channels a second axis: no transpose
             pad = weight.shape[2] // 2
@@ -57,8 +62,51 @@ class DepthwiseMixing(nn.Module):
         images = batch * heads * dim // filters
         channels_first = v.transpose(2, 3).reshape(images, filters, length).to(weight.dtype)
         if self.kind == "2d":
-            channels_first = channels_first.unflatten(2, square_grid(length, grid))
+            channels_first = channels_first.unflatten(2, self._grid(length, grid))
         return self.conv(channels_first).to(v.dtype).reshape(batch, heads, dim, length).transpose(2, 3)
+
+    def joined(
+        self,
+        rows: Tensor | None,
+        out: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        *,
+        backend: str | None = None,
+    ) -> Tensor:
+        """`out (B, H, N, D)` with the convolution of its values added, behind the rows `(B, H, P, D)` of a prefix.
+
+        The values and masks are those of all `P + N` tokens; padded values may hold anything, and padding receives
+        nothing. A backend other than "cpu" rules its kernel out.
+        """
+        prefix = 0 if rows is None else rows.shape[2]
+        self._require_filters(v)
+        if backend in (None, "cpu") and out.shape[2] and self._runs_natively(rows, out, v):
+            grid = self._grid(v.shape[2] - prefix, grid)
+            return cpu.join(out, rows, v, self.conv.weight, query_mask, key_mask, grid)
+        if out.shape[2]:  # PyTorch refuses to convolve nothing
+            mixed = self._convolved(zero_padding(v, key_mask)[:, :, prefix:], grid)
+            out = out + zero_padding(mixed, None if query_mask is None else query_mask[:, prefix:])
+        if rows is None:
+            return out
+        return torch.cat([zero_padding(rows, None if query_mask is None else query_mask[:, :prefix]), out], 2)
+
+    def _runs_natively(self, *tensors: Tensor | None) -> bool:
+        return self.sharing != "channels" and cpu.can_join(self.conv.weight, *tensors)
+
+    def _grid(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int]:
+        return square_grid(length, grid) if self.kind == "2d" else (1, length)
+
+    def _require_filters(self, v: Tensor) -> None:
+        _, heads, _, dim = v.shape
+        filters = {"none": heads * dim, "heads": dim, "channels": heads}[self.sharing]
+        if filters != self.conv.in_channels:
+            raise ValueError(
+                f"local mixing was built with {self.conv.in_channels} filters, but values of shape {tuple(v.shape)} "
+                f"need {filters} (sharing={self.sharing!r}): values must have the dimension of the heads."
+            )
 
 
 def square_grid(length: int, grid: tuple[int, int] | None) -> tuple[int, int]:

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import cpu
 from .checks import require_positive
+from .padding import zero_padding
 from .softmax import fused_softmax
 
 
@@ -34,9 +36,17 @@ class PrefixRows(nn.Module):
         self.polarize = polarize
         self.powers = powers
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Rows `(B, H, P, Dv)` for the special queries `(B, H, P, D)` and all keys and values; padding is clean."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, backend: str | None = None
+    ) -> Tensor:
+        """Rows `(B, H, P, Dv)` for the special queries `(B, H, P, D)` and all keys and values.
+
+        Padded keys and values may hold anything, queries may not. A backend other than "cpu" rules its kernel out.
+        """
         beta = self.temperature(q.shape[-1])
+        if self.polarize and backend in (None, "cpu") and k.shape[2] and cpu.can_pool(q, k, v):
+            return cpu.pool(q, k, v, key_mask, beta, self.powers)
+        k, v = zero_padding(k, key_mask), zero_padding(v, key_mask)
         if not self.polarize:
             return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -47,7 +57,7 @@ class PrefixRows(nn.Module):
         return head_dim**-0.5 if self.beta is None else self.beta
 
     def pool(self, scores: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Rows `(B, H, P, Dv)` for finite scores `(B, H, P, M)` with all keys, β included."""
+        """Rows `(B, H, P, Dv)` for finite scores `(B, H, P, M)` with all keys, β included; padded values are clean."""
         if key_mask is None:
             return scores.softmax(-1).to(v.dtype) @ v
         allowed = key_mask[:, None, None, :]

@@ -99,8 +99,10 @@ constexpr double kLargeStep = 10, kBoldness = 0.25;
 // Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
+struct Join;       // joining_call.h
 struct KeyMasses;  // mass_call.h
 struct Near;       // near_call.h
+struct Pool;       // pooling_call.h
 
 struct Kernel {
   const char* name;
@@ -110,6 +112,10 @@ struct Kernel {
   void (*key_masses_backward)(const KeyMasses&);
   void (*near_forward)(const Near&);
   void (*near_backward)(const Near&);
+  void (*join)(const Join&);
+  void (*join_backward)(const Join&);
+  void (*pool)(const Pool&);
+  void (*pool_backward)(const Pool&);
 };
 
 const Kernel& portable_kernel();

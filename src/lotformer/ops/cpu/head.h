@@ -42,6 +42,17 @@ struct Scope {
   ~Scope() { host.release(mark); }
 };
 
+// body(i) for every i below `count`.
+template <class F>
+static void in_parallel(const Host& host, int64_t count, const F& body) {
+  host.parallel(
+      count,
+      [](int64_t begin, int64_t end, void* context) {
+        for (int64_t i = begin; i < end; i++) (*static_cast<const F*>(context))(i);
+      },
+      const_cast<F*>(&body));
+}
+
 // The tokens of one head on one side that have mass (queries of zero mass keep their row), in order.
 struct Tokens {
   Rows rows;             // positioned at this head

@@ -3,6 +3,7 @@
 #include "kernel.h"
 
 const lot::Kernel& lot::portable_kernel() {
-  static const Kernel kernel{"portable", forward, backward, key_masses, key_masses_backward, near_forward, near_backward};
+  static const Kernel kernel{"portable", forward, backward, key_masses, key_masses_backward, near_forward, near_backward,
+                             join,   join_backward, pool, pool_backward};
   return kernel;
 }

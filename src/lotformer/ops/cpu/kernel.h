@@ -2,5 +2,7 @@
 #pragma once
 #include "backward.h"
 #include "forward.h"
+#include "joining.h"
 #include "masses.h"
 #include "near.h"
+#include "pooling.h"

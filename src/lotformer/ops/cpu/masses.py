@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operators import MAX_WIDTH, Operator, load_error, rows, why_not_here
+from .operators import MAX_WIDTH, differentiable_once, rows, takes
 
 
 def can_weigh_keys(q: Tensor, k: Tensor, direction: Tensor) -> bool:
     """Whether `key_masses` runs here and now. Traced programs get plain PyTorch, which the compiler fuses."""
-    if load_error is not None or torch.compiler.is_compiling() or why_not_here(k) is not None:
+    if torch.compiler.is_compiling() or not takes(q, k, direction):
         return False
-    return q.dtype == k.dtype == direction.dtype == torch.float32 and 0 < k.shape[3] <= MAX_WIDTH and k.shape[2] > 0
+    return 0 < k.shape[3] <= MAX_WIDTH and k.shape[2] > 0
 
 
 def key_masses(
@@ -27,4 +27,4 @@ def key_masses(
     return _operator(None if q is None else rows(q), rows(k), direction, query_weight, query_mask, key_mask)[0]
 
 
-_operator = Operator("key_masses", tensors=6, kept=0, advice="Use float64, which runs in plain PyTorch.")
+_operator = differentiable_once("key_masses", tensors=6, kept=0, advice="Use float64, which runs in plain PyTorch.")

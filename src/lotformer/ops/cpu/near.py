@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operators import Operator, fresh_like, load_error, output_like, rows, why_not_here
+from .operators import differentiable_once, fresh_like, output_like, rows, takes
 
 
 class _Tensors(NamedTuple):
@@ -32,10 +32,8 @@ class Reach(NamedTuple):
 
 def can_read_near_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `read_near_keys` runs here and now."""
-    # an exported program should run where this package's kernels are not
-    if load_error is not None or torch.compiler.is_exporting() or why_not_here(q) is not None:
-        return False
-    return q.dtype == k.dtype == v.dtype and min(q.shape[3], v.shape[3]) >= 1
+    suited = takes(q, k, v, dtypes=(torch.float32, torch.bfloat16))
+    return suited and q.dtype == k.dtype == v.dtype and min(q.shape[3], v.shape[3]) >= 1
 
 
 def read_near_keys(
@@ -83,7 +81,7 @@ def _fake_backward(grad: Tensor, grad_share: Tensor, share: Tensor, total: Tenso
 
 
 _COUNT = len(_Tensors._fields)
-_operator = Operator(
+_operator = differentiable_once(
     "near",
     tensors=_COUNT,
     results=2,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
-from .operators import MAX_WIDTH, Operator, fresh_like, load_error, output_like, rows, why_not_here
+from .operators import MAX_WIDTH, differentiable_once, fresh_like, load_error, output_like, rows, why_not_here
 
 if load_error is None:
     from . import _kernel
@@ -230,7 +230,7 @@ def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> 
     return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
 
 
-_forward = Operator(
+_forward = differentiable_once(
     "cpu",
     tensors=_COUNT,
     fakes=(_fake_forward, _fake_backward),

@@ -19,6 +19,7 @@ MAX_WIDTH = 256
 """Largest rank and largest head dimension the kernels take."""
 
 Outputs = tuple[Tensor, ...]
+Call = Callable[..., Any]
 
 
 def why_not_here(x: Tensor) -> str | None:
@@ -32,6 +33,19 @@ def why_not_here(x: Tensor) -> str | None:
     if torch.autograd.forward_ad._current_level >= 0:
         return "it has no forward-mode derivative."
     return None
+
+
+def takes(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    """Whether the operators beside the transport run on these tensors, here and now.
+
+    Exported and traced programs should run where they are not, and a dispatch mode (a counter of products, for one)
+    should see the operators it knows.
+    """
+    if load_error is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        return False
+    return all(x is None or (x.dtype in dtypes and why_not_here(x) is None) for x in tensors)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -56,83 +70,109 @@ def output_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((batch, n, heads, width)).transpose(1, 2)
 
 
-class Operator:
-    """`lotformer::{name}_forward`, differentiable once by `lotformer::{name}_backward`.
+# What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
+
+
+def differentiable(name: str, tensors: int, setup_context: Call, backward: Call) -> Call:
+    """The operator with a derivative: its first inputs, so many, are tensors or None."""
+    operator = getattr(torch.ops.lotformer, name)
+    direct = operator.default._op
+    torch.library.register_autograd(f"lotformer::{name}", backward, setup_context=setup_context)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = direct(*inputs)
+            setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
+            return output
+
+    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if torch.is_grad_enabled():
+            for x in inputs[:tensors]:
+                if x is not None and x.requires_grad:
+                    return Eager.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return direct(*inputs)
+
+    return call
+
+
+def plain(name: str) -> Call:
+    """The operator for the backward of another: autograd hears of it only if a second derivative may be asked for."""
+    operator = getattr(torch.ops.lotformer, name)
+    direct = operator.default._op
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return operator(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return direct(*inputs)
+
+    return call
+
+
+def register_fakes(name: str, forward: Call, backward: Call) -> None:
+    """The shapes of the results of both ways, for tracing."""
+    torch.library.register_fake(f"lotformer::{name}_forward", forward)
+    torch.library.register_fake(f"lotformer::{name}_backward", backward)
+
+
+def differentiable_once(
+    name: str,
+    *,
+    tensors: int,
+    advice: str,
+    fakes: tuple[Call, Call] | None = None,
+    results: int = 1,
+    kept: int = 1,
+    gradients: Callable[..., Outputs] = lambda inputs, grad: (rows(grad),),
+) -> Call:
+    """`lotformer::{name}_forward` with `lotformer::{name}_backward` for its derivative.
+
+    Backward takes gradients of outputs, the outputs that were kept and all inputs, and returns gradients of the first
+    inputs.
 
     Args:
-        tensors: how many inputs, the first ones, are tensors or None; gradients are for the first of them.
+        tensors: how many inputs, the first ones, are tensors or None.
         advice: what to do who needs a second derivative.
+        fakes: shapes of the results of both, if they are ever traced.
         results: how many outputs, the first ones, have gradients.
-        kept: the first output that backward wants, with all after it.
+        kept: the first output that backward wants; it gets all after it.
         gradients: `gradients(inputs, *grads)` is what backward takes for the gradients of these outputs, None where
-            nothing depends on one. Its other arguments are what was kept, and the inputs.
-        fakes: the shapes of the results of both, for operators that are traced.
+            nothing depends on one.
     """
+    if load_error is not None:
+        return _missing
+    derivative = plain(f"{name}_backward")
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        tensors: int,
-        advice: str,
-        results: int = 1,
-        kept: int = 1,
-        gradients: Callable[..., Outputs] = lambda inputs, grad: (rows(grad),),
-        fakes: tuple[Callable[..., Outputs], Callable[..., Outputs]] | None = None,
-    ) -> None:
-        self._tensors = tensors
-        if load_error is not None:
-            return
-        packets = [getattr(torch.ops.lotformer, f"{name}_{way}") for way in ("forward", "backward")]
-        traced_forward, traced_backward = packets
-        eager_forward, eager_backward = (packet.default._op for packet in packets)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*output[kept:], *inputs[:tensors])
+        ctx.mark_non_differentiable(*output[results:])
+        ctx.set_materialize_grads(False)
 
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-            ctx.options = inputs[tensors:]
-            ctx.save_for_backward(*output[kept:], *inputs[:tensors])
-            ctx.mark_non_differentiable(*output[results:])
-            ctx.set_materialize_grads(False)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * (tensors + len(ctx.options))
+        if all(grad is None for grad in grads):  # whatever came after the outputs did not depend on them
+            return nothing
+        inputs = ctx.saved_tensors[-tensors:]
+        found = derivative(*gradients(inputs, *grads[:results]), *ctx.saved_tensors, *ctx.options)
+        wanted = (None if x is None else g for x, g in zip(inputs, found, strict=False))
+        return (*wanted, *nothing[len(found) :])
 
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            nothing = (None,) * (tensors + len(ctx.options))
-            if all(grad is None for grad in grads):  # whatever came after the outputs did not depend on them
-                return nothing
-            inputs = ctx.saved_tensors[-tensors:]
-            arguments = (*gradients(inputs, *grads[:results]), *ctx.saved_tensors, *ctx.options)
-            if torch.compiler.is_compiling() or torch.is_grad_enabled():
-                found = traced_backward(*arguments)
-            else:
-                with torch._C._AutoDispatchBelowAutograd():
-                    found = eager_backward(*arguments)
-            wanted = (None if x is None else g for x, g in zip(inputs, found, strict=False))
-            return (*wanted, *nothing[len(found) :])
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(f"the CPU kernel has no second derivative. {advice}")
 
-        def no_second_derivative(ctx: Any, *grads: Any) -> None:
-            raise NotImplementedError(f"the CPU kernel has no second derivative. {advice}")
+    if fakes is not None:
+        register_fakes(name, *fakes)
+    torch.library.register_autograd(f"lotformer::{name}_backward", refuse)
+    return differentiable(f"{name}_forward", tensors, setup_context, backward)
 
-        class Eager(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *inputs: Any) -> Outputs:
-                with torch._C._AutoDispatchBelowAutograd():
-                    output = eager_forward(*inputs)
-                setup_context(ctx, inputs, output)  # torch would inspect a signature at every call to do this
-                return output
 
-        Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
-        self._traced, self._bare, self._eager = traced_forward, eager_forward, Eager
-        if fakes is not None:
-            for way, fake in zip(("forward", "backward"), fakes, strict=True):
-                torch.library.register_fake(f"lotformer::{name}_{way}", fake)
-            torch.library.register_autograd(f"lotformer::{name}_forward", backward, setup_context=setup_context)
-        torch.library.register_autograd(f"lotformer::{name}_backward", no_second_derivative)
-
-    def __call__(self, *inputs: Any) -> Outputs:
-        # what `torch.library` registers for autograd serves tracing, but costs as much as a small call
-        if torch.compiler.is_compiling():
-            return self._traced(*inputs)
-        if torch.is_grad_enabled():
-            for x in inputs[: self._tensors]:
-                if x is not None and x.requires_grad:
-                    return self._eager.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self._bare(*inputs)
+def _missing(*inputs: Any) -> Any:
+    raise RuntimeError(f"the CPU kernel is not built ({load_error}).")

@@ -15,6 +15,31 @@ typedef float VU __attribute__((vector_size(LOT_WIDTH * 4), aligned(4), may_alia
 
 LOT_INLINE V load(const float* p) { return *reinterpret_cast<const VU*>(p); }
 LOT_INLINE void store(float* p, V v) { *reinterpret_cast<VU*>(p) = v; }
+// Of the first `count` lanes, at most all; the others are zero, or not written.
+LOT_INLINE V load_first(const float* p, int count) {
+  if (count >= W) return load(p);
+  V v{};
+  memcpy(&v, p, sizeof(float) * size_t(count));
+  return v;
+}
+LOT_INLINE void store_first(float* p, int count, V v) {
+  if (count >= W)
+    store(p, v);
+  else
+    memcpy(p, &v, sizeof(float) * size_t(count));
+}
+// The same where all of them may be known to be WHOLE: asking is dearer than loading.
+template <bool WHOLE>
+LOT_INLINE V load_some(const float* p, int count) {
+  return WHOLE ? load(p) : load_first(p, count);
+}
+template <bool WHOLE>
+LOT_INLINE void store_some(float* p, int count, V v) {
+  if (WHOLE)
+    store(p, v);
+  else
+    store_first(p, count, v);
+}
 #if LOT_WIDTH == 4
 LOT_INLINE V splat(float x) { return V{x, x, x, x}; }
 #elif LOT_WIDTH == 8

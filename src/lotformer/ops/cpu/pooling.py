@@ -1,0 +1,38 @@
+"""Polarised rows of a prefix in one pass over keys and values: C++."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .operators import differentiable_once, fresh_like, rows, takes
+
+
+def can_pool(*tensors: Tensor | None) -> bool:
+    """Whether `pool` takes these queries, keys and values, here and now."""
+    return takes(*tensors)
+
+
+def pool(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]) -> Tensor:
+    """Rows `(B, H, P, Dv)` for queries `(B, H, P, D)`, as `PrefixRows` defines them; padding may hold anything."""
+    return _pool(rows(q), rows(k), rows(v), key_mask, beta, *powers)[0]
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((*q.shape[:3], k.shape[2]))
+
+
+def _fake_backward(
+    grad: Tensor, out: Tensor, plan: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), fresh_like(rows(k)), fresh_like(rows(v))
+
+
+_pool = differentiable_once(
+    "pool",
+    tensors=4,
+    kept=0,
+    fakes=(_fake, _fake_backward),
+    advice='Use `backend="reference"`.',
+)
