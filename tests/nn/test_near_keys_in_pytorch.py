@@ -1,4 +1,4 @@
-"""Windows fit into PyTorch: compiled whole, exported, in ONNX, under `vmap` and autocast; alone and in a converted ViT."""
+"""Windows fit into PyTorch: compiled whole, exported, in ONNX, under `vmap` and autocast; also in a converted ViT."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def run(near: NearKeys, x: dict[str, Tensor], rest: dict[str, Any], dtype: torch
     if "query_mask" in rest:
         share = share * rest["query_mask"][:, None]
     cotangents = [torch.arange(y.numel()).sin().bfloat16().to(y.dtype).view(y.shape) for y in (out, share)]
-    wanted = leaves | {name: parameter for name, parameter in near.named_parameters()}
+    wanted = leaves | dict(near.named_parameters())
     grads = torch.autograd.grad([out, share], list(wanted.values()), cotangents)
     found = {"out": out.detach(), "share": share.detach()}
     return found | {f"grad of {name}": g for name, g in zip(wanted, grads, strict=True)}
@@ -144,7 +144,6 @@ def test_a_batch_is_its_samples_one_by_one(threads: int) -> None:
     torch.set_num_threads(threads)
     near, x, rest = build(Problem(batch=3, grid=(20, 30), size=5, masked=True))
     x = {name: t.float() for name, t in x.items()}
-    # parameters see a mean of keys, which PyTorch takes
     together = run(near, x, rest, torch.float32)
     for b in range(3):
         own = {name: t[b : b + 1] if name != "grid" else t for name, t in rest.items()}
