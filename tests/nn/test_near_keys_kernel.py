@@ -144,7 +144,6 @@ def test_a_batch_is_its_samples_one_by_one(threads: int) -> None:
     torch.set_num_threads(threads)
     near, x, rest = build(Problem(batch=3, grid=(20, 30), size=5, masked=True))
     x = {name: t.float() for name, t in x.items()}
-    # parameters see a mean of keys, which PyTorch takes
     together = run(near, x, rest, torch.float32)
     for b in range(3):
         own = {name: t[b : b + 1] if name != "grid" else t for name, t in rest.items()}
