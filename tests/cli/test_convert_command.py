@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,22 @@ class TestConvertCommand:
         model = transformers.AutoModel.from_pretrained(tmp_path / "out")
         assert len(converted(model)) == 2
         transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    def test_few_steps_run_the_original_on_few_texts_and_show_it(self, checkpoint, tmp_path, monkeypatch):
+        """Python's manual has thousands of sentences; five steps read 160 of them."""
+        told: list[tuple[str, int, int]] = []
+
+        @contextmanager
+        def heard(_: object) -> Iterator[Callable[[str, int, int], None]]:
+            yield lambda *progress: told.append(progress)
+
+        module = sys.modules["lotformer.cli.convert"]  # the package has a command of that name
+        monkeypatch.setattr(module, "progress_bar", heard)
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 5)
+        assert code == 0, said
+        shown = [(now, total) for what, now, total in told if what == "running the original"]
+        given = math.ceil(len(python_reference().calibration) / 32)
+        assert shown[-1] == (5 + round(given / 10),) * 2, "a batch for each step, and a tenth kept back"
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_run_says_so_with_its_exit_code(self, number, code, checkpoint, tmp_path):

@@ -19,7 +19,7 @@ import lotformer
 from lotformer.attention.lot import LOT
 from lotformer.conversion import coupling_quality
 from lotformer.conversion.hosts.sites import converted
-from lotformer.conversion.learning import activations
+from lotformer.conversion.learning import activations, calibration
 from lotformer.data.batches import main_tensor
 from support import learning_run
 from support.small_models import SMALL, output
@@ -115,6 +115,26 @@ def test_activations_on_disk_give_the_same_result_and_leave_no_files(tmp_path, m
         results.append(mechanism_state(model))
     assert same(*results)
     assert not list(tmp_path.iterdir())
+
+
+class TestWhatTheTeacherRuns:
+    def test_no_batch_that_no_step_would_draw(self, monkeypatch):
+        """The result is that of a teacher that ran over everything."""
+        given, told = batches(20), []
+        sparing, lavish = bert(solver="sinkhorn"), bert(solver="sinkhorn")
+        lotformer.calibrate(sparing, given, steps=3, on_batch=lambda now, total: told.append((now, total)))
+        assert told == [(now, 5) for now in range(1, 6)], "a batch for each step, and a tenth kept back"
+        monkeypatch.setattr(calibration, "_drawn", lambda pool, seed, steps: pool)
+        lotformer.calibrate(lavish, given, steps=3, on_batch=lambda now, total: told.append((now, total)))
+        assert told[-1] == (20, 20)
+        assert same(mechanism_state(sparing), mechanism_state(lavish))
+
+    def test_no_batch_twice(self):
+        told: list[tuple[int, int]] = []
+        lotformer.calibrate(
+            bert(solver="sinkhorn"), batches(), steps=20, on_batch=lambda now, total: told.append((now, total))
+        )
+        assert told[-1] == (6, 6)
 
 
 class TestInterrupts:

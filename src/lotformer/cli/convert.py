@@ -124,6 +124,7 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
             report = conversion.calibrate(
                 subject.body, subject.learned, objective=objective, steps=settings.steps, seed=settings.seed,
                 checkpoint=progress, on_step=show("calibrating"),
+                on_batch=lambda now, total: listen("running the original", now, total),
             )  # fmt: skip
             say(console, str(report))
             before.add("calibrated", report.seconds)

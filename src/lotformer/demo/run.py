@@ -110,6 +110,7 @@ def run(
         steps=settings.steps,
         seed=settings.seed,
         on_step=lambda now, total, _: listen("calibrating", now, total),
+        on_batch=lambda now, total: listen("running the original", now, total),
     )
     stages.append(judge.stage("calibrated", model, calibrated.seconds))
     if settings.finetune_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, require_batches
-from ...training.fingerprints import Fingerprint
+from ...data.batches import Batch, call
 from ..hosts.sites import require_converted, substituted
+
+OnBatch = Callable[[int, int], None]
+"""Called with (batches run, batches in all)."""
 
 
 @dataclass(frozen=True)
@@ -63,44 +65,44 @@ class _Recorder(SoftmaxAttention):
 class Activations:
     """What each converted layer of a model saw, batch by batch, with softmax in place of its mechanism.
 
-    Up to `memory_limit` bytes stay in the memory of the host, whatever device the model is on; further batches go to
+    The model runs on the batches with a `wanted` index, all by default; `cache[index]` is what its layers saw there. Up
+    to `memory_limit` bytes stay in the memory of the host, whatever device the model is on; further batches go to
     files in a temporary folder, which lives as long as the `with` block.
 
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
-        data: a fingerprint of the batches. batches: what the model was called with.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable[Batch], *, memory_limit: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        wanted: Collection[int] | None = None,
+        *,
+        memory_limit: int,
+        on_batch: OnBatch | None = None,
+    ) -> None:
         self.names = [name for name, _ in require_converted(model)]
-        require_batches(batches)
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        self.batches: list[Batch] = []
-        self._kept: list[dict[str, LayerInput] | Path] = []
+        self._kept: dict[int, dict[str, LayerInput] | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
         self._device = torch.device("cpu")
-        data = Fingerprint()
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            for batch in batches:
-                self._keep(self._record(model, batch))
-                data.add(batch)
-                self.batches.append(batch)
+            indices = sorted(range(len(batches)) if wanted is None else wanted)
+            for index in indices:
+                self._keep(index, self._record(model, batches[index]))
+                if on_batch is not None:
+                    on_batch(len(self._kept), len(indices))
         except BaseException:
             self.close()
             raise
         finally:
             for module, training in modes.items():
                 module.training = training
-        if not self._kept:
-            raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
-        self.data = str(data)
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def __getitem__(self, index: int) -> dict[str, LayerInput]:
         kept = self._kept[index]
@@ -120,7 +122,7 @@ class Activations:
 
     def close(self) -> None:
         """Forget everything, on disk too."""
-        self._kept = []
+        self._kept = {}
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -155,16 +157,16 @@ class Activations:
         watched: set[str] = set()
         return [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
 
-    def _keep(self, seen: dict[str, LayerInput]) -> None:
+    def _keep(self, index: int, seen: dict[str, LayerInput]) -> None:
         self._device = next(iter(seen.values())).q.device
         seen = {name: _moved(layer_input, torch.device("cpu")) for name, layer_input in seen.items()}
         size = sum(x.nbytes for i in seen.values() for x in (i.q, i.k, i.v))
         if size <= self._free:
             self._free -= size
-            self._kept.append(seen)
+            self._kept[index] = seen
             return
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="lotformer-activations-")
-        path = Path(self._folder.name) / f"{len(self._kept):06d}.pt"
+        path = Path(self._folder.name) / f"{index:06d}.pt"
         torch.save({name: (i.q, i.k, i.v, i.mask, i.grid) for name, i in seen.items()}, path)
-        self._kept.append(path)
+        self._kept[index] = path

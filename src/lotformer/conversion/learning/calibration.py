@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import Attention
-from ...data.batches import Batch
+from ...data.batches import Batch, require_batches
 from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
+from ...training.fingerprints import Fingerprint
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates
 from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_unfolded
 from ..measuring.forecast import Forecast, forecast
-from .activations import Activations
+from .activations import Activations, OnBatch
 from .exact_share import ExactShare
 from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
@@ -83,12 +84,14 @@ def calibrate(
     memory_limit: int = 4 << 30,
     checkpoint: str | Path | None = None,
     on_step: OnStep | None = None,
+    on_batch: OnBatch | None = None,
 ) -> CalibrationReport:
     """Fit the mechanisms of a converted model to the softmax attention they replaced; nothing else is trained.
 
     The model runs once over the batches with softmax in place, every layer's queries, keys and values are cached, and
     all mechanisms are trained on them at once: no layer waits for another and the host model is never
-    differentiated. A few thousand unlabelled inputs of the kind the model serves are plenty.
+    differentiated. A few thousand unlabelled inputs of the kind the model serves are plenty. Batches that no step
+    would draw are not run: N steps cache N batches at most, and those that are kept back.
 
     Args:
         model: a converted model.
@@ -107,7 +110,8 @@ def calibrate(
         memory_limit: bytes of cached activations to hold in memory; the rest goes to a temporary folder.
         checkpoint: a file to resume from if it exists, and to write every `evaluate_every` steps and when interrupted.
             That of another model, other batches or other settings is refused.
-        on_step: called with (step, steps, loss).
+        on_step: called with (step, steps, loss). on_batch: called with (batches, batches in all) before that, while the
+            model runs with softmax.
 
     Ctrl-C and SIGTERM let the step finish, save, and leave the model whole: mechanisms in place, with the parameters
     reached so far. A resumed run ends with the parameters, bit for bit, of one that was never interrupted. Parameters
@@ -134,23 +138,33 @@ def calibrate(
     if not trained:
         raise ValueError("the mechanisms of this model have no trainable parameters: there is nothing to calibrate.")
     start = time.perf_counter()
-    with Activations(model, batches, memory_limit=memory_limit) as cache, _training(mechanisms.values()):
+    require_batches(batches)
+    given, data = list(batches), Fingerprint()
+    if not given:
+        raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
+    for batch in given:
+        data.add(batch)
+    pool, held = _apart(len(given), holdout)
+    wanted = {*held, *_drawn(pool, seed, steps)}
+    with (
+        Activations(model, given, wanted, memory_limit=memory_limit, on_batch=on_batch) as cache,
+        _training(mechanisms.values()),
+    ):
         chosen = {"objective": objective, "lr": lr, "exact_share": exact_share, "holdout": holdout}
         chosen |= {"evaluate_every": evaluate_every, "patience": patience, **dataclasses.asdict(settings)}
         file = None
         if checkpoint is not None:
-            file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, cache.data, host=True))
+            file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, str(data), host=True))
         solver = ExactShare(mechanisms.values(), steps, exact_share)
-        work = _Calibration(cache, mechanisms, trained, solver, objective, steps, holdout, evaluate_every, patience)
+        work = _Calibration(cache, held, mechanisms, trained, solver, objective, steps, evaluate_every, patience)
         updates = LocalUpdates(trained, [{"params": list(trained.values()), "lr": lr}], torch.optim.Adam)
-        loop = Loop(settings, work, Shuffled(work.pool, seed), updates, file, on_step)
+        loop = Loop(settings, work, Shuffled(pool, seed), updates, file, on_step)
         try:
             loop.run()
         finally:
             solver.restore()
         work.keep_best()
-        held = [cache.batches[index] for index in work.held[:_FORECAST_BATCHES]]
-    expected = forecast(model, held)
+    expected = forecast(model, [given[index] for index in held[:_FORECAST_BATCHES]])
     return CalibrationReport(
         objective=objective,
         steps=loop.step,
@@ -170,22 +184,17 @@ class _Calibration:
     def __init__(
         self,
         cache: Activations,
+        held: Sequence[int],
         mechanisms: dict[str, Attention],
         trained: dict[str, nn.Parameter],
         solver: ExactShare,
         objective: Objective,
         steps: int,
-        holdout: float,
         evaluate_every: int,
         patience: int,
     ) -> None:
-        self.cache, self.mechanisms, self.trained, self.solver = cache, mechanisms, trained, solver
+        self.cache, self.held, self.mechanisms, self.trained, self.solver = cache, held, mechanisms, trained, solver
         self.objective, self.steps, self.evaluate_every, self.patience = objective, steps, evaluate_every, patience
-        # evenly spaced: batches often come sorted by length
-        held = min(round(holdout * len(cache)), len(cache) - 1) if len(cache) >= 5 else 0
-        chosen = {int((i + 0.5) * len(cache) / held) for i in range(held)}
-        self.pool = [i for i in range(len(cache)) if i not in chosen]
-        self.held = sorted(chosen) or self.pool
         self.first_errors: dict[str, float] = {}
         self.best_errors: dict[str, float] = {}
         self.best_step = 0
@@ -241,6 +250,20 @@ class _Calibration:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         else:
             self.bad_measurements += 1
+
+
+def _apart(count: int, holdout: float) -> tuple[list[int], list[int]]:
+    """Indices of the batches to learn from and of those to measure on; too few to hold any back serve for both."""
+    held = min(round(holdout * count), count - 1) if count >= 5 else 0
+    chosen = {int((i + 0.5) * count / held) for i in range(held)}  # evenly spaced: batches often come sorted by length
+    pool = [i for i in range(count) if i not in chosen]
+    return pool, sorted(chosen) or pool
+
+
+def _drawn(pool: Sequence[int], seed: int, steps: int) -> list[int]:
+    """What so many steps will see of the pool."""
+    stream = Shuffled(pool, seed)
+    return [stream.next() for _ in range(min(steps, len(pool)))]
 
 
 @contextmanager
