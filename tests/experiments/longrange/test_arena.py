@@ -164,7 +164,7 @@ def test_the_grid_is_filled_once_and_rendered(small_sets):
     assert table.run(settings, small_sets, out) == cells
     report = table.render(out)
     accuracies, costs = report.tables
-    assert accuracies.columns == ("Model", "List", "Path", "Avg")
+    assert accuracies.columns == ("Attention", "ListOps", "Pathfinder", "Average")
     assert [row[0] for row in accuracies.rows] == ["lot", "softmax+dwc"]
     assert all("±" in text for row in accuracies.rows for text in row[1:3])
     assert len(costs.rows) == 4

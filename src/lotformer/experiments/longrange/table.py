@@ -32,11 +32,11 @@ NAME = "lra"
 
 COLUMNS = {
     "text": "Text",
-    "listops": "List",
-    "retrieval": "Ret",
+    "listops": "ListOps",
+    "retrieval": "Retrieval",
     "film-pairs": "Film pairs",
-    "pathfinder": "Path",
-    "image": "Img",
+    "pathfinder": "Pathfinder",
+    "image": "Image",
 }
 """The tasks in the order of the paper's table. Film pairs stand in for Retrieval and are no part of the average."""
 
@@ -238,13 +238,17 @@ def render(folder: Path) -> Report:
     budgets: dict[str, list[str]] = {}
     for record in records:
         cell, s = record.cell, record.origin.settings
-        text = f"{cell.steps} steps of {cell.batch_size}, lr {s['lr']:g}, {cell.tested:,} test examples"
+        text = f"{cell.steps} steps of {cell.batch_size} examples, lr {s['lr']:g}, tested on {cell.tested:,} examples"
         budgets.setdefault(f"{COLUMNS[cell.task]}: {text}; {record.provenance.where()}", [])
     notes = (
-        "Short budgets: these are not the paper's 50,000 steps, and are comparable only with each other.",
-        "Accuracy on the test set with the last weights, mean ± standard deviation over seeds; nothing is selected. "
-        f"{_uncertainty(cells)}",
-        "Column residual: the worst relative deviation of a column sum of LOT's attention matrix from one.",
+        "Short budgets: the paper trains for 50,000 steps. Compare within a column, not with the paper.",
+        _legend(cells),
+        "Accuracy is on the test set, with the weights of the last step: none are chosen by a score. Mean ± standard "
+        "deviation over seeds, where there are several. The average leaves out film pairs, which stand in for "
+        f"Retrieval, and needs all other columns. {_uncertainty(cells)}",
+        "Minutes are of one run, evaluations included; attention's share is of the time of a training step. Column "
+        "residual: how far the worst column of LOT's attention matrices is from a sum of one, in the trained model on "
+        "one batch; 3e+00 is 300 %. lot-unbalanced imposes no such sum: there it says how uneven the columns are.",
         *(f"{text}." for text in budgets),
     )
     return Report(commands, (_accuracies(cells), _costs(cells)), notes, lambda place: draw(cells, place))
@@ -258,7 +262,25 @@ def _uncertainty(cells: Sequence[Cell]) -> str:
         if (found := [cell for cell in cells if cell.task == task])
     }
     told = ", ".join(f"{COLUMNS[task]} {100 * points:.1f}" for task, points in by_task.items())
-    return f"Differences below these many points are within the choice of test examples: {told}."
+    return f"Differences below so many points may come from the choice of test examples alone: {told}."
+
+
+_MEANING = {
+    "lot": "LOT with the paper's five sweeps",
+    "lot-exact": "the same couplings solved exactly",
+    "lot-semibalanced": "only the column sums imposed",
+    "lot-unbalanced": "no sums imposed beside unit rows",
+}
+
+
+def _legend(cells: Sequence[Cell]) -> str:
+    """What the rows are that are no mechanism of the registry, and what the figure shows."""
+    rows = {cell.row.removesuffix(MIXED) for cell in cells}
+    told = [f"{row} is {text}" for row, text in _MEANING.items() if row in rows]
+    if any(cell.row.endswith(MIXED) for cell in cells):
+        told.append(f"{MIXED} adds a depthwise convolution of the values")
+    figure = "The figure shows validation accuracy over minutes of training, a line for each seed; LOT's are thick."
+    return f"{'; '.join(told)}. {figure}" if told else figure
 
 
 def _records(folder: Path) -> list[Record]:
@@ -286,13 +308,13 @@ def _accuracies(cells: Sequence[Cell]) -> Table:
         comparable = averaged and len(means) == len(averaged)  # an average over fewer tasks is not
         average = f"{100 * statistics.fmean(means):.1f}" if comparable else "–"
         rows.append((row, *(mean_and_deviation(found[task], 100) for task in tasks), average))
-    return Table("Accuracy, %", ("Model", *(COLUMNS[task] for task in tasks), "Avg"), tuple(rows))
+    return Table("Test accuracy, %", ("Attention", *(COLUMNS[task] for task in tasks), "Average"), tuple(rows))
 
 
 def _costs(cells: Sequence[Cell]) -> Table:
     columns = (
-        "Task, model",
-        "runs",
+        "Task, attention",
+        "seeds",
         "steps",
         "minutes",
         "tokens per\nsecond",
@@ -318,7 +340,7 @@ def _costs(cells: Sequence[Cell]) -> Table:
                     f"{max(residuals):.0e}" if residuals else "–",
                 )
             )
-    return Table("What it took", columns, tuple(rows))
+    return Table("What a run costs, mean over seeds, and how far its columns are off", columns, tuple(rows))
 
 
 def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
@@ -338,7 +360,7 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
                 markersize=3,
                 linewidth=2 if cell.row.startswith("lot") else 1.2,
             )
-        axis.set(title=COLUMNS[task], xlabel="minutes", ylabel="validation accuracy, %")
+        axis.set(title=COLUMNS[task], xlabel="minutes of training", ylabel="validation accuracy, %")
         axis.spines[["top", "right"]].set_visible(False)
     handles = {handle.get_label(): handle for axis in axes[0] for handle in axis.get_lines()}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)

@@ -147,10 +147,10 @@ def budget_notes(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
     made = [record for row in found.values() for record in row]
     told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in made]
     budgets = [
-        f"Short budget: {s['epochs']:g} epochs ({steps} steps of {s['batch_size']} images) of {images} at "
-        f"{s['image_size']} px; {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} px, rank "
-        f"{s['rank']} where it is not varied; AdamW, lr {s['lr']:g}, cosine, random crops (≥ {s['crop_scale']:g}) and "
-        "flips."
+        f"Short budget: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} "
+        f"steps of {s['batch_size']} images); {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} "
+        f"px; LOT with {s['rank']} pivots unless a row says otherwise; AdamW, peak lr {s['lr']:g}, cosine schedule; "
+        f"flips and random crops that keep at least {100 * s['crop_scale']:g} % of an image."
         for s, images, steps in told
     ]
     places = [f"{record.provenance.where()}." for record in made]

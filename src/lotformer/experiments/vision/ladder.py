@@ -31,12 +31,12 @@ ROWS: dict[str, Row] = {
 
 TITLES = {
     "lot-full": "LOT, all tokens coupled",
-    "lot-cls": "LOT, [CLS] by softmax",
-    "lot-cls-pola": "… + polarised [CLS]",
-    "lot-cls-pola-dwc": "… + convolution",
-    "lot-cls-pola-dwc-newton": "… + convolution, exact",
-    "lot-cls-pola-dwc-keys": "… + convolution, columns balanced only",
-    "lot-cls-pola-dwc-none": "… + convolution, nothing balanced",
+    "lot-cls": "LOT, [CLS] reads by softmax",
+    "lot-cls-pola": "… and its scores are polarised",
+    "lot-cls-pola-dwc": "… and patches are convolved: full LOT",
+    "lot-cls-pola-dwc-newton": "full LOT, solved exactly",
+    "lot-cls-pola-dwc-keys": "full LOT, only columns balanced",
+    "lot-cls-pola-dwc-none": "full LOT, nothing balanced",
     "softmax": "softmax",
     "polaformer": "PolaFormer",
     "polaformer-dwc": "PolaFormer + convolution",
@@ -61,7 +61,9 @@ PAPER = {
 def render(folder: Path) -> Report:
     """The table of the cells that are finished, and what was spent on them."""
     found = records(NAME, list(TITLES), folder)
-    columns = ("attention", "top-1 %", "top-5 %", "seeds", "residual", "minutes", "images/s", "paper")
+    columns = (
+        "attention", "top-1 %", "top-5 %", "seeds", "column\nresidual", "minutes", "images/s", "paper's\ntop-1 %",
+    )  # fmt: skip
     rows = []
     for slug, made in found.items():
         cells = [record.cell for record in made]
@@ -81,8 +83,11 @@ def render(folder: Path) -> Report:
         )
     notes = (
         *budget_notes(found),
-        "Mean ± standard deviation over seeds. The residual is the worst relative column error of any LOT layer. The "
-        "paper's column is DeiT-Tiny on ImageNet-1K after 400 epochs: its order can be compared, its level cannot. "
-        "Minutes and images per second are of a shared machine and say little.",
+        "Accuracy on the validation images after the last step; mean ± standard deviation where there are several "
+        "seeds. A row that begins with … adds to the one above it.",
+        "Column residual: how far the worst column of any LOT layer is from the sum imposed on it, relative, on one "
+        "batch. Where nothing is balanced no sum is imposed, and it says how uneven the columns are.",
+        "The paper's top-1 is of DeiT-Tiny on ImageNet-1K after 400 epochs: compare the order of the rows, not the "
+        "numbers. Minutes, of training and evaluation, and images per second are of a shared machine and say little.",
     )
-    return Report(commands(found), (Table("Vision ladder, top-1 accuracy", columns, tuple(rows)),), notes)
+    return Report(commands(found), (Table("Accuracy of a small ViT by its attention", columns, tuple(rows)),), notes)

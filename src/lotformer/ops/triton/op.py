@@ -12,8 +12,11 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import Potentials, Result, Solve, Transport
-from . import launch
-from .launch import Inputs, Strategy
+from .arguments import rows
+from .backward import Gradients, backward
+from .forward import forward, outputs
+from .inputs import Inputs
+from .sizes import Strategy, strategy_for
 
 _SPELLED = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "int", float | None: "float?", str: "str"}
 _INPUTS = ", ".join(f"{_SPELLED[kind]} {name}" for name, kind in get_type_hints(Inputs).items())
@@ -33,9 +36,9 @@ def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) ->
     query_log_a, query_valid = _query_masses(t)
     key_log_a, key_valid = _key_masses(t)
     inputs = Inputs(
-        q=_rows(t.q),
-        k=_rows(t.k),
-        v=_rows(t.v),
+        q=rows(t.q),
+        k=rows(t.k),
+        v=rows(t.v),
         z=z.contiguous(),
         log_m=reference.log_pivot_masses(t, solve)[:, 0].contiguous(),
         query_log_a=query_log_a,
@@ -47,7 +50,7 @@ def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) ->
         tol=solve.tol,
         balance=solve.balance,
     )
-    out, query_g, key_g, _ = attention(*inputs, strategy or launch.strategy_for(n, m, rank))
+    out, query_g, key_g, _ = attention(*inputs, strategy or strategy_for(n, m, rank))
 
     def potentials() -> Potentials:
         # the keys' last slot holds the closing half-step, which normalises the columns
@@ -55,10 +58,6 @@ def run(transport: Transport, solve: Solve, strategy: Strategy | None = None) ->
         return query_g[:, :, query_slot].detach(), key_g[:, :, max(key_slot, 0)].detach()
 
     return Result(out, lambda: reference.residual(t, solve, potentials()), potentials)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _query_masses(t: Transport) -> tuple[Tensor | None, Tensor | None]:
@@ -84,14 +83,14 @@ def _key_masses(t: Transport) -> tuple[Tensor | None, Tensor | None]:
     schema=f"({_INPUTS}, str strategy) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, query and key potentials, `Wᵀ v`; see `launch.forward`."""
+    """Output, query and key potentials, `Wᵀ v`; see `forward.forward`."""
     *inputs, strategy = arguments
-    return launch.forward(Inputs(*inputs), cast(Strategy, strategy))
+    return forward(Inputs(*inputs), cast(Strategy, strategy))
 
 
 @attention.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return launch.outputs(Inputs(*arguments[:_COUNT]))
+    return outputs(Inputs(*arguments[:_COUNT]))
 
 
 @torch.library.custom_op(
@@ -103,10 +102,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def attention_backward(
     grad_out: Tensor, query_g: Tensor, key_g: Tensor, u: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, z, log_m and both log masses (empty where not asked for); see `launch.backward`."""
+    """Gradients of q, k, v, z, log_m and both log masses (empty where not asked for); see `backward.backward`."""
     *given, strategy, query_wanted, key_wanted = arguments
     inputs, wanted = Inputs(*given), (query_wanted, key_wanted)
-    grads = launch.backward(inputs, cast(Strategy, strategy), (query_g, key_g), u, grad_out, mass_gradients=wanted)
+    grads = backward(inputs, cast(Strategy, strategy), (query_g, key_g), u, grad_out, mass_gradients=wanted)
     return tuple(inputs.z.new_empty(0) if x is None else x for x in grads)
 
 
@@ -136,7 +135,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tupl
     query_g, key_g, u, *tensors = ctx.saved_tensors
     arguments = [y if x is None else x for x, y in zip(tensors, ctx.others, strict=True)]
     inputs, needed = Inputs(*arguments[:_COUNT]), Inputs(*ctx.needs_input_grad[:_COUNT])
-    grads = launch.Gradients(
+    grads = Gradients(
         *attention_backward(grad_out, query_g, key_g, u, *arguments, needed.query_log_a, needed.key_log_a)
     )
     grads = grads._replace(

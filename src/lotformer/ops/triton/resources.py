@@ -23,8 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..problem import BALANCES
-from . import launch
-from .launch import Inputs, Strategy
+from .backward import backward
+from .forward import forward
+from .inputs import Inputs
+from .sizes import FUSED_RANK, FUSED_TILE, Strategy, block
 
 CUDA_ARCHITECTURES = (80, 90, 100)
 DEPTHS = (32, 64, 128)
@@ -91,7 +93,7 @@ def record(
     If `scores`, they are given in place of queries and keys.
     """
     if tokens is None:
-        tokens = launch.FUSED_TILE // max(16, triton.next_power_of_2(rank)) if strategy == "fused" else 4096
+        tokens = FUSED_TILE // block(rank) if strategy == "fused" else 4096
     batch, heads = 2, 4
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,9 +114,9 @@ def record(
     def note(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, int]) -> None:
         seen[_reduce(kernel, arguments, options)] = None
 
-    _, query_g, key_g, u = launch.forward(inputs, strategy, note)
+    _, query_g, key_g, u = forward(inputs, strategy, note)
     gradients = (masked, masked)
-    launch.backward(inputs, strategy, (query_g, key_g), u, v, mass_gradients=gradients, run=note)
+    backward(inputs, strategy, (query_g, key_g), u, v, mass_gradients=gradients, run=note)
     return list(seen)
 
 
@@ -202,7 +204,7 @@ def _every_launch(
     depth: int, rank: int, balances: tuple[str, ...], scores: tuple[bool, ...], dtype: torch.dtype, masked: bool
 ) -> Iterator[tuple[Launch, str]]:
     seen: set[Launch] = set()
-    strategies: tuple[Strategy, ...] = ("fused", "passes") if rank <= launch.FUSED_RANK else ("passes",)
+    strategies: tuple[Strategy, ...] = ("fused", "passes") if rank <= FUSED_RANK else ("passes",)
     for strategy, newton, balance, given in itertools.product(strategies, (False, True), balances, scores):
         launches = record(
             depth,
