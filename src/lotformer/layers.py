@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from . import attention
 from .attention.folded import FoldedLOT, split_tokens, why_unfoldable
 from .attention.host_masks import key_mask_from_sdpa
-from .attention.lot import LOT, LOTOptions
+from .attention.lot import LOT
+from .attention.lot_options import LOTOptions
 from .attention.options import documents
 from .attention.unformed import Linear, Projections, why_too_coarse
 from .nn.checks import require_count

@@ -1,11 +1,9 @@
 // Masses of keys that are learned: p_j ∝ exp(k_j·u), u = w + α q̄ / √D with q̄ the mean of the real queries.
 #pragma once
+#include "head.h"
 #include "mass_call.h"
-#include "simd.h"
 
 namespace {
-
-using namespace lot;
 
 constexpr int kSummed = 64;  // rows that are added up in fp32 before the sum goes on in double
 
@@ -126,18 +124,12 @@ static void weigh_keys_back(const KeyMasses& c, int64_t b, int64_t h) {
   }
 }
 
-template <void (*BODY)(const KeyMasses&, int64_t, int64_t)>
-static void each_sample_and_head(const KeyMasses& c) {
-  c.host.parallel(
-      c.batch * c.heads,
-      [](int64_t begin, int64_t end, void* context) {
-        const KeyMasses& c = *static_cast<const KeyMasses*>(context);
-        for (int64_t i = begin; i < end; i++) BODY(c, i / c.heads, i % c.heads);
-      },
-      const_cast<KeyMasses*>(&c));
+static void key_masses(const KeyMasses& c) {
+  in_parallel(c.host, c.batch * c.heads, [&](int64_t i) { weigh_keys(c, i / c.heads, i % c.heads); });
 }
 
-static void key_masses(const KeyMasses& c) { each_sample_and_head<weigh_keys>(c); }
-static void key_masses_backward(const KeyMasses& c) { each_sample_and_head<weigh_keys_back>(c); }
+static void key_masses_backward(const KeyMasses& c) {
+  in_parallel(c.host, c.batch * c.heads, [&](int64_t i) { weigh_keys_back(c, i / c.heads, i % c.heads); });
+}
 
 }  // namespace

@@ -62,39 +62,25 @@ LOT_INLINE float largest_potential(const float* shift, const float* sum, int cou
   return reduce_spread<Max>(largest)[0];
 }
 
-// Fills the columns of worker 0 with Σ_i a_i e_ij / (e_i·b), from which b gives what the pivots receive.
+// Fills the columns of worker 0 with Σ_i a_i e_ij / (e_i·b), from which b gives what the pivots receive. Without b it is one,
+// and the kernel is formed.
 static void receive(const Head& head, const Kernels& x, const float* b) {
   const Measure& p = head.pivots;
   const Tokens& t = *x.t;
+  const Potential base{b ? nullptr : starting_potential(head)};
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     k.top = 0;
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = x.rows.at(i);
-      dot_rows(e, count, b, p.vectors, k.sum);
+      if (b) {
+        dot_rows(e, count, b, p.vectors, k.sum);
+      } else {
+        first_scores(head, t, k, i, count, base, e);
+        memcpy(x.shift + i, k.shift, sizeof(float) * size_t(round_up(count, W)));
+      }
       k.top = most<double>(k.top, largest_potential(x.shift + i, k.sum, count));
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
-      weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
-    }
-  });
-  collect_columns(head);
-}
-
-// The same at b = 1, while the kernel is formed.
-static void receive_first(const Head& head, const Kernels& x) {
-  const Measure& p = head.pivots;
-  const Tokens& t = *x.t;
-  const Potential base{starting_potential(head)};
-  start_columns(head);
-  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
-    k.top = 0;
-    for (int64_t i = first; i < last; i += kBlock) {
-      const int count = int(least<int64_t>(kBlock, last - i));
-      const Block e = x.rows.at(i);
-      first_scores(head, t, k, i, count, base, e);
-      memcpy(x.shift + i, k.shift, sizeof(float) * size_t(round_up(count, W)));
-      k.top = most<double>(k.top, largest_potential(k.shift, k.sum, count));
       divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
     }
@@ -107,10 +93,7 @@ static bool approach(const Head& head, const Kernels& x, double tol, Scaling& sc
   const Measure& p = head.pivots;
   float omega = 1;
   for (int sweep = 0; sweep < kFirstSweeps; sweep++) {
-    if (sweep == 0)
-      receive_first(head, x);
-    else
-      receive(head, x, scaling.b);
+    receive(head, x, sweep == 0 ? nullptr : scaling.b);
     if (!relax(p, head.worker[0].columns, omega, scaling, change)) return false;
     if (omega == 1 && change < tol) return true;
     if (sweep == 1 && change > kFast) omega = kOverrelaxation;

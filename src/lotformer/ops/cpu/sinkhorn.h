@@ -8,7 +8,7 @@
 // that is below rounding. Otherwise the head is solved again in log form, from the scores, with two exponentials per
 // score and sweep.
 #pragma once
-#include "head.h"
+#include "blocks.h"
 
 namespace {
 
