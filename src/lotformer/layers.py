@@ -18,6 +18,7 @@ from .attention.lot_options import LOTOptions
 from .attention.options import documents
 from .attention.unformed import Linear, Projections, why_too_coarse
 from .nn.checks import require_count
+from .nn.watched import is_watched
 from .ops.attention import CAUSAL_REFUSAL
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class AttentionLayer(nn.Module):
 
     def _is_plain(self, x: Tensor, mechanism: LOT) -> bool:
         """Whether nobody would notice that the projection and the mechanism are not called one after the other."""
-        if _is_watched(self.qkv) or _is_watched(mechanism) or type(self.qkv) is not nn.Linear:
+        if is_watched(self.qkv) or is_watched(mechanism) or type(self.qkv) is not nn.Linear:
             return False
         return self.qkv.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
 
@@ -254,11 +255,6 @@ class LOTAttention(AttentionLayer):
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,
             dtype=dtype, **options,
         )  # fmt: skip
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody expects the module to be called: hooks see what passes through it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def value_rows(qkv: nn.Linear) -> nn.Linear:

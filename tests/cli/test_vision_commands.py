@@ -78,7 +78,7 @@ def test_an_ablation_runs_once_and_renders_from_its_cells(folder: Path, tmp_path
     budget = ["--depth", "1", "--image-size", "16", "--epochs", "0.5", "--batch-size", "6", "--rank", "4"]
     command = ["experiment", "vision-ladder", "--data", folder, "--out", out, "--rows", "lot-cls,softmax", *budget]
     told = run(*command, "--seeds", "2")
-    assert "LOT, [CLS] by softmax" in told
+    assert "LOT, [CLS] reads by softmax" in told
     assert "±" in (out / "table.md").read_text()
     cells = sorted(out.glob("*.json"))
     assert [cell.stem for cell in cells] == ["lot-cls-seed0", "lot-cls-seed1", "softmax-seed0", "softmax-seed1"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..ops import cpu
 from .checks import require_count
 from .padding import zero_padding
+from .watched import is_watched
 
 ConvKind = Literal["1d", "2d"]
 Sharing = Literal["none", "heads", "channels"]
@@ -94,7 +95,9 @@ class DepthwiseMixing(nn.Module):
         return torch.cat([zero_padding(rows, None if query_mask is None else query_mask[:, :prefix]), out], 2)
 
     def _runs_natively(self, *tensors: Tensor | None) -> bool:
-        return self.sharing != "channels" and cpu.can_join(self.conv.weight, *tensors)
+        if self.sharing == "channels" or type(self.conv) not in (nn.Conv1d, nn.Conv2d) or is_watched(self.conv):
+            return False
+        return cpu.can_join(self.conv.weight, *tensors)
 
     def _grid(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int]:
         return square_grid(length, grid) if self.kind == "2d" else (1, length)

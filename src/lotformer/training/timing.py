@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..attention import Attention
 
@@ -30,6 +31,7 @@ class AttentionClock:
         self._methods = [(m, name) for m in modules for name in self._METHODS if hasattr(m, name)]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._intervals: list[list[float]] = []
+        self._hooks: list[RemovableHandle] = []
         self._inside = False
         self.seconds = 0.0
 
@@ -43,6 +45,9 @@ class AttentionClock:
         finally:
             for module, name in self._methods:
                 object.__delattr__(module, name)  # the class's method is seen again
+            for hook in self._hooks:  # parameters outlive the step
+                hook.remove()
+            self._hooks = []
             self.seconds += sum(end - start for start, end in self._intervals)
             self._intervals = []
 
@@ -60,7 +65,7 @@ class AttentionClock:
         finally:
             self._inside = False
             self._intervals.append([start, self._now()])
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+        inputs = [x for x in _tensors((*args, *kwargs.values())) if x.requires_grad]
         if isinstance(output, Tensor) and output.requires_grad and inputs:
             self._time_backward(output, inputs)
         return output
@@ -76,11 +81,18 @@ class AttentionClock:
             if backward:
                 backward[1] = self._now()
 
-        output.register_hook(begin)
-        for tensor in inputs:
-            tensor.register_hook(end)
+        self._hooks += [output.register_hook(begin), *(tensor.register_hook(end) for tensor in inputs)]
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among some arguments, and in tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
