@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
 """Files in the folder of a run: the checkpoint to resume from, the weights that did best, one JSON object per line."""
 
+_LAST_WORD = 5.0  # seconds
 _DEAD_WORKER = "It was loading data; if memory ran out, use fewer workers. Resume to go on."
 
 
@@ -109,6 +110,8 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
         loop.run()
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
+            if team.process.count > 1:  # another process may be gone: let the launcher see and name that one first
+                time.sleep(_LAST_WORD)
             raise
         raise ChildProcessError(f"process {team.process.index}: {str(error).splitlines()[0]} {_DEAD_WORKER}") from error
     finally:
