@@ -13,6 +13,7 @@ from ..ops import cpu
 from .checks import require_count
 from .depthwise import square_grid
 from .key_masses import mean_of_real
+from .padding import zero_padding
 from .precision import no_autocast
 from .undecayed import Undecayed
 
@@ -115,9 +116,9 @@ class NearKeys(nn.Module):
         """The definition in PyTorch: products with all candidates of a row, of which those in the window are picked."""
         dtype = direction.dtype
         q, k, v = (
-            _clean(q, query_mask).to(dtype),
-            _clean(k, key_mask).to(dtype),
-            v if v is None else _clean(v, key_mask),
+            zero_padding(q, query_mask).to(dtype),
+            zero_padding(k, key_mask).to(dtype),
+            v if v is None else zero_padding(v, key_mask),
         )
         batch, heads, length, dim = q.shape
         prefix = k.shape[2] - length
@@ -142,12 +143,11 @@ class NearKeys(nn.Module):
         if v is None:
             return None, share
         weights = (scores - total[..., None]).exp().masked_fill(scores == lowest, 0.0).to(v.dtype)
-        v = _clean(v, key_mask)
         around = _neighbours(v[:, :, prefix:], rows, columns, reach)
         band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
         band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
         out = (band @ around).flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
-        return _clean(out[:, :, :length], query_mask), share
+        return zero_padding(out[:, :, :length], query_mask), share
 
     def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:
         """Tokens in rows and columns, and how many rows up and down a token may look."""
@@ -177,11 +177,6 @@ def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
     """Floating-point operations of the two products with the candidates of every token."""
     candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(_CHUNK, size // 2)
     return 4.0 * n * candidates * d
-
-
-def _clean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens `(B, H, N, D)` with zeros for padding, so that what is in there cannot spread."""
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def _picked(candidates: Tensor, index: Tensor) -> Tensor:
