@@ -16,6 +16,7 @@ from lotformer.bench.timing import Timing, alternate, ratios, thread_count
 from lotformer.bench.workload import Shape, Workload, near_square
 from lotformer.cli import app
 from lotformer.ops import backends, reference
+from support.cpu_kernel import needs_kernel
 
 needs_proc = pytest.mark.skipif(not process.can_measure_peak(), reason="peak memory is read from /proc (Linux)")
 
@@ -186,6 +187,18 @@ def test_the_peak_counts_what_a_mechanism_really_allocates():
     assert 2 * matrix <= dense_usage.peak < 5 * matrix
     assert fused_usage.saved < matrix / 100
     assert fused_usage.peak < matrix
+
+
+@needs_proc
+@needs_kernel
+@pytest.mark.parametrize("balance", ["both", "keys", "none"])
+def test_one_head_needs_no_more_memory_for_a_longer_sequence(balance):
+    """Forward and backward: what is of the length of the sequence lies in results that are not written yet."""
+    options = {"rank": 32, "balance": balance, "backend": "cpu"}
+    shapes = [Shape(n, heads=1, head_dim=64) for n in (1 << 14, 1 << 17)]
+    short, long = measure([Workload("lot", shape, backward=True, options=options) for shape in shapes], threads=1)
+    assert long.peak - short.peak < 1 << 19  # four bytes per token would be 1 << 19 already
+    assert long.saved == short.saved
 
 
 @needs_proc

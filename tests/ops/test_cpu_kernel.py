@@ -184,16 +184,18 @@ def test_long_sums_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("eps", [0.5, 0.02], ids=["scaling form", "log form"])
 @pytest.mark.parametrize("form", ["sinkhorn", "newton", "sinkhorn, keys", "newton, keys"])
-def test_one_long_head_agrees_though_its_rows_lie_in_the_results(form: str, threads: int) -> None:
-    x = problem(batch=1, heads=1, n=8300, m=8240, rank=32, dim=64)
+def test_one_long_head_agrees_though_its_rows_lie_in_the_results(form: str, eps: float, threads: int) -> None:
+    masses = form == "sinkhorn"  # their gradient takes a pass of its own
+    x = problem(batch=1, heads=1, n=8300, m=8240, rank=32, dim=64, query_masses=masses, key_masses=masses)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = run(x, torch.float32, "cpu", eps=0.5, **FORMS[form])
+        got = run(x, torch.float32, "cpu", eps=eps, **FORMS[form])
     finally:
         torch.set_num_threads(before)
-    assert_agrees(got, run(x, torch.float64, "reference", eps=0.5, **exact(form)), 1e-5)
+    assert_agrees(got, run(x, torch.float64, "reference", eps=eps, **exact(form)), tolerance(eps))
 
 
 def test_threads_do_not_change_the_result() -> None:

@@ -69,13 +69,16 @@ static void write_token_gradient(Reverse& r, const Rows& dx, Totals& totals) {
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      const Block ds = r.grad.data ? r.grad.at(i) : k.plan;
-      if (!r.grad.data) {
-        scale_rows(r.plan_grad.at(i), count, r.row_scale + i, p.vectors, ds);
-        multiply_tn(r.a + i, r.room, int(round_up(count, 4)), r.used, r.b, p.padded, p.vectors, ds.data, ds.ld);
-        multiply_rows(r.rows.at(i), count, p.vectors, ds);
+      if (r.grad.data) {
+        scale_block(r.grad.at(i), count, 1.f, p.vectors, k.plan);  // dx may be written over it
+      } else {
+        if (r.replays) replay_columns(r, k, i, count);
+        scale_rows(r.plan_grad.at(i), count, column_at(r, k, r.row_scale, i), p.vectors, k.plan);
+        multiply_tn(column_at(r, k, 0, i), r.room, int(round_up(count, 4)), r.used, r.b, p.padded, p.vectors,
+                    k.plan.data, k.plan.ld);
+        multiply_rows(r.rows.at(i), count, p.vectors, k.plan);
       }
-      push_block(head, t, k, i, count, ds, dx);
+      push_block(head, t, k, i, count, k.plan, dx);
     }
   });
   add_to_totals(head, totals);
@@ -95,7 +98,7 @@ static void write_mass_gradient(const Head& head, const Tokens& t, const double*
     to[i] = real ? float(-common * scale) : 0.f;
   }
   for (int64_t i = 0; i < t.count; i++)
-    if (t.mass[i] > 0) to[t.index ? t.index[i] : i] = float((log_mass[i] / t.mass[i] - common) * scale);
+    if (t.mass.of(i) > 0) to[t.index ? t.index[i] : i] = float((log_mass[i] / t.mass.of(i) - common) * scale);
 }
 
 static float* potential_or_scaling(const Head& head, const float* saved, bool logarithmic) {

@@ -31,7 +31,7 @@ static float write_output(const Head& head, const Tokens& t, const Rows& out, co
       else
         first_scores(head, t, k, i, count, plan.g, k.plan);
       if (b && !plan.u) dot_rows(e, count, b, p.vectors, k.sum);
-      if (!plan.u) divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      if (!plan.u) divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       if (solved) weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       if (plan.rows.tail && b) {  // rows lie where the output goes
         scale_rows(e, count, u, p.vectors, k.plan);

@@ -53,13 +53,32 @@ static void in_parallel(const Host& host, int64_t count, const F& body) {
       const_cast<F*>(&body));
 }
 
+// Masses of tokens, padded with zeros to whole blocks. Where all are alike, all blocks but the last one share memory.
+struct TokenMasses {
+  const float* data;
+  const float* last = nullptr;  // with it:
+  int64_t whole = 0;            // tokens in whole blocks
+
+  const float* at(int64_t block) const { return !last ? data + block : block < whole ? data : last; }
+  float of(int64_t token) const { return at(token / kBlock * kBlock)[token % kBlock]; }
+};
+
+static TokenMasses equal_masses(int64_t count, const Arena& arena) {
+  float* block = arena.take<float>(kBlock);
+  float* last = arena.zeros<float>(kBlock);
+  const int64_t whole = count / kBlock * kBlock;
+  for (int i = 0; i < kBlock; i++) block[i] = float(1.0 / double(count));
+  for (int64_t i = whole; i < count; i++) last[i - whole] = block[0];
+  return {block, last, whole};
+}
+
 // The tokens of one head on one side that have mass (queries of zero mass keep their row), in order.
 struct Tokens {
   Rows rows;             // positioned at this head
   bool bf16;
   int64_t count;         // tokens listed
   const int32_t* index;  // their positions, nullptr when that is 0, 1, 2, …
-  float* mass;           // sum 1, padded with zeros
+  TokenMasses mass;      // sum 1
   double total;          // of the masses as given
 };
 
@@ -70,15 +89,13 @@ static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const A
   const int64_t offset = b * t.rows.batch + h * t.rows.head;
   t.rows.data = static_cast<char*>(t.rows.data) + offset * (c.bf16 ? 2 : 4);
   t.bf16 = c.bf16;
-  t.mass = arena.take<float>(round_up(length, kBlock));
   t.index = nullptr;
   t.count = length;
   t.total = double(length);
   const Masses& masses = c.masses[side];
   const Mask& mask = c.masks[side];
-  if (!masses.data && !mask.data) {
-    for (int64_t i = 0; i < length; i++) t.mass[i] = float(1.0 / double(length));
-  } else {
+  float* mass = masses.data ? arena.take<float>(round_up(length, kBlock)) : nullptr;
+  if (masses.data || mask.data) {
     int32_t* index = arena.take<int32_t>(length);
     const float* given = masses.data ? masses.data + b * masses.batch + h * masses.head : nullptr;
     const uint8_t* real = mask.data ? mask.data + b * mask.batch : nullptr;
@@ -86,17 +103,22 @@ static Tokens list_tokens(const Call& c, int side, int64_t b, int64_t h, const A
     t.total = 0;
     for (int64_t i = 0; i < length; i++) {
       if (real && !real[i * mask.token]) continue;
-      const float mass = given ? given[i * masses.token] : 1.f;
-      if (side == kKey && !(mass > 0)) continue;
-      t.mass[t.count] = mass;
+      const float one = given ? given[i * masses.token] : 1.f;
+      if (side == kKey && !(one > 0)) continue;
+      if (mass) mass[t.count] = one;
       index[t.count++] = int32_t(i);
-      t.total += mass;
+      t.total += one;
     }
     if (t.count < length) t.index = index;
-    for (int64_t i = 0; i < t.count; i++)
-      t.mass[i] = t.total > 0 ? float(t.mass[i] / t.total) : float(1.0 / double(t.count));
   }
-  for (int64_t i = t.count; i < round_up(t.count, kBlock); i++) t.mass[i] = 0;
+  if (!mass) {
+    t.mass = equal_masses(t.count, arena);
+    return t;
+  }
+  for (int64_t i = 0; i < t.count; i++)
+    mass[i] = t.total > 0 ? float(mass[i] / t.total) : float(1.0 / double(t.count));
+  for (int64_t i = t.count; i < round_up(t.count, kBlock); i++) mass[i] = 0;
+  t.mass = {mass};
   return t;
 }
 

@@ -47,7 +47,7 @@ static double range_of(const double* x, int n) {
 // Scores of some tokens with their masses.
 struct Cloud {
   View scores;
-  const float* mass;
+  TokenMasses mass;
   int64_t count;
 };
 
@@ -139,8 +139,8 @@ static void gather(Newton& n, const Cloud& cloud, double beta) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = cloud.scores.at(i);
       exp_block(s, count, float(beta), potential, p.vectors, k.plan, k.shift, k.sum);
-      divide_masses(cloud.mass + i, k.sum, count, k.extra, k.weight);
-      n.sink.add(k, k.plan, k.extra, cloud.mass + i, count);
+      divide_masses(cloud.mass.at(i), k.sum, count, k.extra, k.weight);
+      n.sink.add(k, k.plan, k.extra, cloud.mass.at(i), count);
       if (moving) {
         weigh_deviation(k.plan, s, float(beta), n.high, k.shift, k.extra, count, p.vectors, k.other);
         weigh_columns(k.other, count, k.weight, p.vectors, k.column, k.columns);
@@ -246,7 +246,7 @@ static double start_path(const Newton& n, const Cloud& cloud, double* g) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = cloud.scores.at(i);
-      weigh_columns(s, count, cloud.mass + i, p.vectors, k.column, k.columns);
+      weigh_columns(s, count, cloud.mass.at(i), p.vectors, k.column, k.columns);
       for (int l = 0; l < count; l++) {
         V high = splat(kNothing), low = splat(kNothing);
         for (int v = 0; v < p.vectors; v++) {
@@ -259,7 +259,7 @@ static double start_path(const Newton& n, const Cloud& cloud, double* g) {
           top = most<float>(top, high[t]);
           bottom = most<float>(bottom, low[t]);
         }
-        spread += double(cloud.mass[i + l]) * (double(top) + bottom);
+        spread += double(cloud.mass.at(i)[l]) * (double(top) + bottom);
       }
     }
     k.top = spread;
@@ -331,14 +331,14 @@ static Cloud sample(const Head& head, const Cloud& all, int64_t size) {
   int64_t taken = 0;
   double place = 0.5;
   for (int64_t i = 0; i < all.count && taken < size; i++) {
-    reached += double(all.mass[i]) * double(size);
+    reached += double(all.mass.of(i)) * double(size);
     while (taken < size && (reached > double(taken) + place || i == all.count - 1)) {
       memcpy(scores + taken * padded, all.scores.at(i).data, sizeof(float) * size_t(padded));
       mass[taken++] = float(1.0 / double(size));
       place = place + 0.6180339887498949 < 1 ? place + 0.6180339887498949 : place - 0.3819660112501051;
     }
   }
-  return {{scores, padded}, mass, size};
+  return {{scores, padded}, {mass}, size};
 }
 
 }  // namespace

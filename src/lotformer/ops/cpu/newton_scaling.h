@@ -81,7 +81,7 @@ static void receive(const Head& head, const Kernels& x, const float* b) {
         memcpy(x.shift + i, k.shift, sizeof(float) * size_t(round_up(count, W)));
       }
       k.top = most<double>(k.top, largest_potential(x.shift + i, k.sum, count));
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
     }
   });
@@ -130,10 +130,10 @@ static bool gather_scaled(Newton& n, const Kernels& x, const Scaling& scaling) {
       const Block e = x.rows.at(i);
       dot_rows(e, count, scaling.b, p.vectors, k.sum);
       k.top = most<double>(k.top, largest_potential(x.shift + i, k.sum, count));
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns2);
       for (int l = 0; l < count; l++) {
-        const V scale = splat(__builtin_sqrtf(t.mass[i + l]) * k.extra[l]);
+        const V scale = splat(__builtin_sqrtf(t.mass.at(i)[l]) * k.extra[l]);
         for (int v = 0; v < p.vectors; v++)
           store(k.other.data + l * k.other.ld + v * W,
                 load(e.data + l * e.ld + v * W) * load(scaling.b + v * W) * scale);

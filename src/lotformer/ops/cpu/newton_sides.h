@@ -74,7 +74,7 @@ static void carry_values(const Head& head, const Tokens& t, const Rows& values, 
       } else {
         exp_block(rows.at(i), count, 1.f, g, p.vectors, k.plan, k.shift, k.sum);
       }
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       scale_rows(e, count, k.weight, p.vectors, k.plan);
       const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);

@@ -2,7 +2,8 @@
 //
 // Every half-step of a side is a softmax of the scores, so its share of the score gradient is K_ij times a number of
 // the token times a number of the pivot. All shares together are K ∘ (A B) with as many columns of A as half-steps:
-// one small product at the end, nothing of size n×r×T. With d = ∂/∂(output of the half-step), from last to first:
+// one small product at the end, nothing of size n×r×T. In long sequences A is not kept either: what belongs to the pivots
+// of each half-step says what belongs to a block of tokens. With d = ∂/∂(output of the half-step), from last to first:
 //
 //     g_j = log m_j − LSE_i(log a_i + s_ij + f_i):   df_i = −a_i u_i Σ_j K_ij c_j,   c_j = b_j dg_j / m_j
 //     f_i = −LSE_j(s_ij + g_j):                      dg_j = −b_j Σ_i K_ij u_i df_i
@@ -13,6 +14,11 @@
 
 namespace {
 
+// The sums Σ_i a_i u_i K_ij with u from `b`, of gradient −c.
+struct ColumnSums {
+  const float *b, *c;
+};
+
 // One side of one head on its way back.
 struct Reverse {
   const Head* head;
@@ -21,33 +27,39 @@ struct Reverse {
   Block grad;           // log form: gradient of the scores, tokens × padded
   Block plan_grad;      // scaling form: gradient of the plan, up to factors of rows, tokens × padded
   int width, used;      // columns of A: room and filled
-  int64_t room;         // tokens, rounded up to whole blocks
-  float *a, *b;         // A: width columns of `room`, B: width × padded
-  float* row_scale;     // weight of the plan's own term in each row
+  bool replays;         // A is made again, block by block
+  int64_t room;         // from column to column: tokens, rounded up to whole blocks, or a block of each worker
+  float *a, *b;         // A: width columns and `row_scale`; B: width × padded
+  int row_scale;        // the column that holds the weight of the plan's own term in each row
   double* log_mass;     // gradient of log a per token, or nullptr
+
+  // scaling form: what the columns of A are made from
+  const float *plan_scaling, *plan_level;  // b of the plan's u, and what is taken off plan_grad, or nullptr
+  ColumnSums* sums;                        // of the half-steps met so far
+  int met;
+  const float* origin;                     // key side by sweeps: of its first half-step
 };
 
 // The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room; in
-// long sequences the kernel does so too.
+// long sequences the kernel does so too, and nothing of their length is left in scratch.
 static Reverse open_reverse(const Head& head, const Tokens& t, int side, int width, bool logarithmic, const Rows& dx) {
-  Reverse r;
-  const int64_t room = r.room = round_up(t.count, kBlock);
+  Reverse r{};
   r.head = &head;
   r.t = &t;
   const int dim = head.pivots.dim;
-  const bool borrows = !logarithmic && !t.bf16 && !t.index && head.pivots.padded <= dim;
-  const bool borrows_twice = borrows && can_borrow(head, t, dx, t.count, dim, 2);
-  const Block own = borrows ? Block{} : take_rows(head, t);
-  r.grad = logarithmic ? own : Block{};
-  r.plan_grad = borrows ? Block{static_cast<float*>(dx.data), dx.token} : own;
-  if (borrows_twice) r.plan_grad = borrow_rows(head, t, dx, 0);
-  r.rows = borrows_twice ? borrow_rows(head, t, dx, 1) : take_rows(head, t);
-  r.width = width;
-  r.used = 0;
-  r.a = logarithmic ? nullptr : head.arena.take<float>(room * width);
+  const bool fits = !t.bf16 && !t.index && head.pivots.padded <= dim;
+  r.replays = fits && can_borrow(head, t, dx, t.count, dim, 2);
+  const Block grad = r.replays              ? borrow_rows(head, t, dx, 0)
+                     : fits && !logarithmic ? Block{static_cast<float*>(dx.data), dx.token}
+                                            : take_rows(head, t);
+  (logarithmic ? r.grad : r.plan_grad) = grad;
+  r.rows = r.replays ? borrow_rows(head, t, dx, 1) : take_rows(head, t);
+  r.width = r.row_scale = width;
+  r.room = r.replays ? head.workers * kBlock : round_up(t.count, kBlock);
+  r.a = logarithmic ? nullptr : head.arena.take<float>(r.room * (width + 1));
   r.b = head.arena.zeros<float>(int64_t(width) * head.pivots.padded);
-  r.row_scale = head.arena.take<float>(room);
-  r.log_mass = head.call->grad_masses[side] ? head.arena.zeros<double>(room) : nullptr;
+  r.sums = head.arena.take<ColumnSums>(width);
+  if (head.call->grad_masses[side]) r.log_mass = head.arena.zeros<double>(round_up(t.count, kBlock));
   return r;
 }
 
@@ -58,7 +70,10 @@ static int claim(Reverse& r, float factor, const float* x) {
   return r.used++;
 }
 
-LOT_INLINE float* column_at(const Reverse& r, int column, int64_t first) { return r.a + column * r.room + first; }
+// What a column of A holds of the block that begins at `first` and is with this worker.
+LOT_INLINE float* column_at(const Reverse& r, const Worker& k, int column, int64_t first) {
+  return r.a + column * r.room + (r.replays ? (&k - r.head->worker) * kBlock : first);
+}
 
 LOT_INLINE void add_log_mass(const Reverse& r, int64_t first, int count, const float* x) {
   if (r.log_mass)

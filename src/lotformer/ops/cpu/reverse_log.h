@@ -39,7 +39,7 @@ static void reverse_query_plan_log(Reverse& r, const Rows& dout, const float* g,
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block grad = r.grad.at(i);
       exp_block(r.rows.at(i), count, 1.f, {g}, p.vectors, k.plan, k.shift, k.sum);
-      divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+      divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       scale_rows(k.plan, count, k.extra, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
       multiply_tn(k.plan.data, k.plan.ld, p.padded, count, d.data, d.ld, head.value_padded / W, k.product,
@@ -73,7 +73,7 @@ static void reverse_key_plan_log(Reverse& r, const Rows& values, const Rows& dv,
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = r.rows.at(i);
       const Block grad = r.grad.at(i);
-      row_potential(s, t.mass + i, count, g, p.vectors, k);
+      row_potential(s, t.mass.at(i), count, g, p.vectors, k);
       exp_plan(s, count, k.shift, closing, p.vectors, k.other);
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(k.other.data, k.other.ld, count, p.rank, y.grad, head.value_padded, vectors, to.data, to.ld);
@@ -108,7 +108,7 @@ static void reverse_columns_log(Reverse& r, const float* g, const float* closing
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = r.rows.at(i);
-      row_potential(s, t.mass + i, count, g, p.vectors, k);
+      row_potential(s, t.mass.at(i), count, g, p.vectors, k);
       exp_plan(s, count, k.shift, closing, p.vectors, k.other);
       dot_rows(k.other, count, x, p.vectors, k.extra);
       for (int l = 0; l < count; l++) k.extra[l] = -k.extra[l];

@@ -1,8 +1,66 @@
 // The way back in scaling form: K is formed again, every half-step adds columns of A.
+//
+// Columns are numbered as they are claimed: on the key side first the row scales, then for both one of the plan, two for
+// each of its sums, and on the key side by sweeps one for the first half-step.
 #pragma once
 #include "reverse.h"
 
 namespace {
+
+// How rows of K become rows of the plan: u of a block, the scales of its rows in A.
+LOT_INLINE const float* scale_plan(const Reverse& r, Worker& k, const View& e, int64_t i, int count) {
+  float* scales = column_at(r, k, r.row_scale, i);
+  const bool keys = r.plan_level != nullptr;  // their rows are weighed
+  float* u = keys ? k.extra : scales;
+  dot_rows(e, count, r.plan_scaling, r.head->pivots.vectors, k.sum);
+  divide_masses(r.t->mass.at(i), k.sum, count, u, keys ? scales : k.weight);
+  return u;
+}
+
+// The plan's own column of A, from the gradient of the plan; `shift` gets the gradient of f. Returns the column.
+LOT_INLINE const float* weigh_plan(const Reverse& r, Worker& k, const View& e, const float* u, int64_t i, int count) {
+  const float* scales = column_at(r, k, r.row_scale, i);
+  float* weight = column_at(r, k, r.plan_level ? 1 : 0, i);
+  dot_blocks(e, r.plan_grad.at(i), count, r.head->pivots.vectors, k.shift, r.plan_level);
+  for (int l = 0; l < count; l += W) {
+    const V df = load(scales + l) * load(k.shift + l);
+    store(k.shift + l, df);
+    store(weight + l, load(u + l) * df);
+  }
+  return weight;
+}
+
+// The two columns of A that sums of K add; `shift` gets the gradient of f. Returns the second one.
+LOT_INLINE const float* weigh_sums(const Reverse& r, Worker& k, const View& e, int which, int64_t i, int count) {
+  const int column = (r.plan_level ? 2 : 1) + 2 * which, vectors = r.head->pivots.vectors;
+  float *mass = column_at(r, k, column, i), *weight = column_at(r, k, column + 1, i);
+  dot_rows(e, count, r.sums[which].b, vectors, k.sum);
+  dot_rows(e, count, r.sums[which].c, vectors, k.shift);
+  divide_masses(r.t->mass.at(i), k.sum, count, k.extra, mass);
+  for (int l = 0; l < count; l += W) {
+    const V df = -(load(mass + l) * load(k.shift + l));
+    store(k.shift + l, df);
+    store(weight + l, load(k.extra + l) * df);
+  }
+  return weight;
+}
+
+// The last column of A: a_i exp(shift_i − origin), weights of the first half-step of the key side.
+LOT_INLINE void weigh_first(const Reverse& r, Worker& k, int64_t i, int count) {
+  float* weight = column_at(r, k, r.width - 1, i);
+  for (int l = 0; l < count; l += W)
+    store(weight + l, load(r.t->mass.at(i) + l) * vexp(load(k.shift + l) - *r.origin));
+}
+
+// All columns of A for a block, from K and the gradient of the plan.
+static void replay_columns(const Reverse& r, Worker& k, int64_t i, int count) {
+  const View e = r.rows.at(i);
+  weigh_plan(r, k, e, scale_plan(r, k, e, i, count), i, count);
+  for (int which = 0; which < r.met; which++) weigh_sums(r, k, e, which, i, count);
+  if (!r.origin) return;
+  first_scores(*r.head, *r.t, k, i, count, {starting_potential(*r.head)}, k.other);
+  weigh_first(r, k, i, count);
+}
 
 // Forms K with `base` in the exponent and sends the output gradient through P_ij = u_i K_ij b_j:
 // fills y.grad and dg, the gradient of log b.
@@ -13,7 +71,8 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const Potential& ba
   const Tokens& t = *r.t;
   const int width = head.call->value_dim, vectors = head.value_padded / W;
   const float* values_t = transposed(head, y.centered, b);
-  const int column = claim(r, -1.f, b);
+  r.plan_scaling = b;
+  claim(r, -1.f, b);
   start_columns(head);
   start_products(head, head.value_padded);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
@@ -21,19 +80,14 @@ static void reverse_query_plan(Reverse& r, const Rows& dout, const Potential& ba
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = r.rows.at(i);
       first_scores(head, t, k, i, count, base, e);
-      dot_rows(e, count, b, p.vectors, k.sum);
-      float* u = r.row_scale + i;
-      divide_masses(t.mass + i, k.sum, count, u, k.weight);
-      if (hessian) hessian->add(k, e, u, t.mass + i, count);
+      const float* u = scale_plan(r, k, e, i, count);
+      if (hessian) hessian->add(k, e, u, t.mass.at(i), count);
       scale_rows(e, count, u, p.vectors, k.plan);
       const View d = read_rows(t, dout, i, count, width, true, k.input);
       multiply_tn(k.plan.data, k.plan.ld, p.padded, count, d.data, d.ld, vectors, k.product, head.value_padded);
       const Block plan_grad = r.plan_grad.at(i);
       multiply_nn(d.data, d.ld, count, width, values_t, p.padded, p.vectors, plan_grad.data, plan_grad.ld);
-      dot_blocks(k.plan, plan_grad, count, p.vectors, k.extra);
-      float* weight = column_at(r, column, i);
-      for (int l = 0; l < count; l += W) store(weight + l, load(u + l) * load(k.extra + l));
-      weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
+      weigh_columns(e, count, weigh_plan(r, k, e, u, i, count), p.vectors, k.column, k.columns);
     }
   });
   collect_columns(head);
@@ -62,34 +116,28 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
       send[int64_t(j) * head.value_padded + d] = omega[j] * y.grad[int64_t(j) * head.value_padded + d];
     level[j] = float(omega[j] * dot_row(head, y.value, y.grad, j));
   }
-  r.row_scale = column_at(r, claim(r, -1.f, level), 0);
-  const int row = claim(r, -1.f, b);
+  r.plan_scaling = b;
+  r.plan_level = level;
+  r.origin = origin;
+  r.row_scale = claim(r, -1.f, level);
+  claim(r, -1.f, b);
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = r.rows.at(i);
       first_scores(head, t, k, i, count, base, e);
-      if (origin)
-        for (int l = 0; l < count; l += W)
-          store(column_at(r, r.width - 1, i + l), load(t.mass + i + l) * vexp(load(k.shift + l) - *origin));
-      dot_rows(e, count, b, p.vectors, k.sum);
-      divide_masses(t.mass + i, k.sum, count, k.extra, r.row_scale + i);
-      if (hessian) hessian->add(k, e, k.extra, t.mass + i, count);
+      if (origin) weigh_first(r, k, i, count);
+      const float* u = scale_plan(r, k, e, i, count);
+      if (hessian) hessian->add(k, e, u, t.mass.at(i), count);
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(e.data, e.ld, count, p.rank, send, head.value_padded, head.value_padded / W, to.data, to.ld,
-                  r.row_scale + i);
+                  column_at(r, k, r.row_scale, i));
       const View v = read_rows(t, values, i, count, width, true, k.input);
       write_rows(t, dv, i, count, width, to, k.output);
       const Block plan_grad = r.plan_grad.at(i);
       multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, plan_grad.data, plan_grad.ld);
-      dot_blocks(e, plan_grad, count, p.vectors, k.shift, level);
-      float* weight = column_at(r, row, i);
-      for (int l = 0; l < count; l += W) {
-        const V df = load(r.row_scale + i + l) * load(k.shift + l);
-        store(k.shift + l, df);
-        store(weight + l, load(k.extra + l) * df);
-      }
+      const float* weight = weigh_plan(r, k, e, u, i, count);
       add_log_mass(r, i, count, k.shift);
       weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
     }
@@ -102,22 +150,16 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
 static void reverse_columns(Reverse& r, const float* b, const float* c, double* dg) {
   const Head& head = *r.head;
   const Measure& p = head.pivots;
-  const Tokens& t = *r.t;
-  const int column = claim(r, -1.f, c), row = claim(r, -1.f, b);
+  const int which = r.met++;
+  r.sums[which] = {b, c};
+  claim(r, -1.f, c);
+  claim(r, -1.f, b);
   start_columns(head);
-  head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
+  head.each_range(r.t->count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View e = r.rows.at(i);
-      dot_rows(e, count, b, p.vectors, k.sum);
-      dot_rows(e, count, c, p.vectors, k.shift);
-      float *mass = column_at(r, column, i), *weight = column_at(r, row, i);
-      divide_masses(t.mass + i, k.sum, count, k.extra, mass);
-      for (int l = 0; l < count; l += W) {
-        const V df = -(load(mass + l) * load(k.shift + l));
-        store(k.shift + l, df);
-        store(weight + l, load(k.extra + l) * df);
-      }
+      const float* weight = weigh_sums(r, k, e, which, i, count);
       add_log_mass(r, i, count, k.shift);
       if (dg) weigh_columns(e, count, weight, p.vectors, k.column, k.columns);
     }
@@ -141,13 +183,17 @@ static void reverse_first_key_step(Reverse& r, const float* next, const double* 
   const Measure& p = head.pivots;
   float* c = head.arena.zeros<float>(p.padded);
   for (int j = 0; j < p.rank; j++) c[j] = float(next[j] / p.mass[j] * dg[j]);
-  const int column = claim(r, -1.f, c);
+  claim(r, -1.f, c);
   if (!r.log_mass) return;
   head.each_range(r.t->count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
+      if (r.replays) {
+        first_scores(head, *r.t, k, i, count, {starting_potential(head)}, k.other);
+        weigh_first(r, k, i, count);
+      }
       dot_rows(r.rows.at(i), count, c, p.vectors, k.sum);
-      for (int l = 0; l < count; l++) r.log_mass[i + l] -= column_at(r, column, i)[l] * k.sum[l];
+      for (int l = 0; l < count; l++) r.log_mass[i + l] -= column_at(r, k, r.width - 1, i)[l] * k.sum[l];
     }
   });
 }

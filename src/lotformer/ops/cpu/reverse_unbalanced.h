@@ -51,7 +51,7 @@ static void reverse_average(const Head& head, const Tokens& t, const Rows& value
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       score_block(head, t, k, i, count, k.plan);
-      log_masses(t.mass + i, count, k.weight);
+      log_masses(t.mass.at(i), count, k.weight);
       exp_plan(k.plan, count, k.weight, closing, p.vectors, k.plan);
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(k.plan.data, k.plan.ld, count, p.rank, y.grad, head.value_padded, vectors, to.data, to.ld);

@@ -76,7 +76,7 @@ static bool query_sweeps(const Head& head, const Tokens& t, const Block& kernel,
           first_scores(head, t, k, i, count, {base}, e);
         else
           dot_rows(e, count, b, p.vectors, k.sum);
-        divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+        divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
         weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
       }
     });
@@ -128,7 +128,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = kernel.at(i);
       first_scores(head, t, k, i, count, {base}, e);
-      weigh_raw(t.mass + i, e, count, p.vectors, k, started);
+      weigh_raw(t.mass.at(i), e, count, p.vectors, k, started);
     }
   });
   const double top = collect_raw(head);
@@ -150,7 +150,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
         const int count = int(least<int64_t>(kBlock, last - i));
         const Block e = kernel.at(i);
         dot_rows(e, count, b, p.vectors, k.sum);
-        divide_masses(t.mass + i, k.sum, count, k.extra, k.weight);
+        divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
         weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
         if (sweep < rounds) continue;
         scale_rows(e, count, k.weight, p.vectors, e);
@@ -232,7 +232,7 @@ static void log_half_steps(const Head& head, const Tokens& t, const View& scores
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const View s = scores.at(i);
-      row_potential(s, t.mass + i, count, g, p.vectors, k);
+      row_potential(s, t.mass.at(i), count, g, p.vectors, k);
       for (int v = 0; v < p.vectors; v++) {
         V top = load(k.column + v * W);
         const V before = top;
@@ -290,7 +290,7 @@ static void key_sweeps_log(const Head& head, const Tokens& t, const Rows& values
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
-      row_potential(scores.at(i), t.mass + i, count, last_g, p.vectors, k);
+      row_potential(scores.at(i), t.mass.at(i), count, last_g, p.vectors, k);
       for (int l = 0; l < kBlock; l++) k.extra[l] = 1;
       exp_plan(scores.at(i), count, k.shift, column, p.vectors, k.plan);
       weigh_columns(k.plan, count, k.extra, p.vectors, k.column, k.columns);

@@ -24,14 +24,14 @@ static QueryPlan send_masses(const Head& head, const Tokens& t, const Block& row
                              float* form) {
   const Measure& p = head.pivots;
   const Potential prior{p.log_mass};
-  float* u = head.arena.take<float>(round_up(t.count, kBlock));
+  float* u = rows.tail ? nullptr : head.arena.take<float>(round_up(t.count, kBlock));  // in long ones told again
   start_columns(head);
   head.each_range(t.count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       const Block e = rows.at(i);
       first_scores(head, t, k, i, count, prior, e);
-      divide_masses(t.mass + i, k.sum, count, u + i, k.weight);
+      divide_masses(t.mass.at(i), k.sum, count, u ? u + i : k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
     }
   });
@@ -98,7 +98,7 @@ static void average_values(const Head& head, const Tokens& t, const Rows& values
     for (int64_t i = first; i < last; i += kBlock) {
       const int count = int(least<int64_t>(kBlock, last - i));
       score_block(head, t, k, i, count, k.plan);
-      log_masses(t.mass + i, count, k.weight);
+      log_masses(t.mass.at(i), count, k.weight);
       if (raise_tops(k.plan, count, k.weight, p.vectors, top, fade)) fade_sums(k, fade, p.padded, width);
       for (int j = 0; j < p.padded; j++) fade[j] = -top[j];
       exp_plan(k.plan, count, k.weight, fade, p.vectors, k.plan);
