@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -311,6 +312,7 @@ class TestDemoParts:
         result = DemoResult(
             conversion=ConversionReport("BertModel", "lot", {"rank": 32}, layers, None),
             stages=[stage],
+            second_best=dataclasses.replace(stage, name="second best", fidelity=Fidelity(0.97531, 0.9, 0.8)),
             losses=(0.5, 0.3, 0.2, 0.1),
             speeds=[Speed(128, 0.1, 0.1), Speed(4096, 1.0, 0.25)],
             heads=[heads],
@@ -320,7 +322,7 @@ class TestDemoParts:
             sts_softmax=0.9,
         )
         html = page.render(result)
-        for part in ("0.9876", "3e-06", "4.0×", "99.54 %", "&lt;a&amp;b&gt;", "<svg"):
+        for part in ("0.9876", "second best", "0.9753", "3e-06", "4.0×", "99.54 %", "&lt;a&amp;b&gt;", "<svg"):
             assert part in html, part
         assert not re.search(r'(src|href)="', html)
 

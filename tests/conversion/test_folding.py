@@ -13,7 +13,7 @@ from lotformer.attention.folded import FoldedLOT
 from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL, output, torch_encoder
 
-PLAIN = {"rank": 3, "key_masses": "uniform", "window": None, "prefix_tokens": 0}
+PLAIN = {"rank": 3, "key_masses": "uniform", "pivots": "fixed", "window": None}
 ROTARY = ("modernbert", "timm-eva", "timm-rope")
 LINEAR = [name for name in SMALL if name not in ROTARY]
 

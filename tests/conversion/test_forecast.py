@@ -39,7 +39,7 @@ def test_the_forecast_is_what_happens_on_other_inputs():
 
 def test_keeping_a_layer_brings_what_was_forecast():
     original, model = torch_encoder().eval(), torch_encoder().eval()
-    lotformer.convert(model, rank=2)
+    lotformer.convert(model, rank=2, pivots="fixed")
     report = lotformer.calibrate(model, _batches(10), steps=5)
     assert report.forecast is not None
     name = report.forecast.stubborn()[0]

@@ -59,8 +59,8 @@ def test_every_seed_has_the_cells_of_both_experiments(checkpoint, data, tmp_path
         assert {cell.stage for cell in pairs} == {"converted", "calibrated"}
         for task in balance.GLUE_TASKS:
             made = sorted(path.stem for path in (out / f"seed{seed}/glue/{task}").glob("*.json"))
-            assert made == ["lot", "lot-keys", "lot-none", "softmax"]
-        assert f"seed {seed}: lot-none: calibrating" in told
+            assert made == ["lot-near", "lot-near-keys", "lot-near-none", "softmax"]
+        assert f"seed {seed}: lot-near-none: calibrating" in told
     told.clear()
     balance.run(checkpoint, data, out, BRIEF, lambda what, *_: told.append(what))
     assert not told, "finished cells are read, not run"
@@ -76,15 +76,16 @@ def test_cells_of_the_two_commands_are_found_and_not_run_again(checkpoint, data,
     out, runner = tmp_path / "out", CliRunner()
     places = [options(checkpoint, data, out / f"seed4/{name}", seed=4) for name in ("stsb", "glue")]
     by_hand = [
-        ["stsb", *places[0], "--variants", "lot,lot-keys,lot-none,lot-aware-keys", "--finetune-steps", "0",
+        ["stsb", *places[0], "--variants", "lot-near,lot-near-keys,lot-near-none", "--finetune-steps", "0",
          "--calibration-steps", "2"],
-        ["glue", *places[1], "--tasks", "cola,mrpc", "--methods", "lot,lot-keys,lot-none", "--epochs", "3",
-         "--max-steps", "1", "--calibration-steps", "2", "--imitation-steps", "1", "--swap-epochs", "0"],
+        ["glue", *places[1], "--tasks", "cola,mrpc", "--methods", "lot-near,lot-near-keys,lot-near-none",
+         "--epochs", "3", "--max-steps", "1", "--calibration-steps", "2", "--imitation-steps", "1",
+         "--swap-epochs", "0"],
     ]  # fmt: skip
     for command in by_hand:
         result = runner.invoke(app, ["experiment", *command])
         assert result.exit_code == 0, result.output
-    marked = out / "seed4/stsb/lot-keys/calibrated.json"
+    marked = out / "seed4/stsb/lot-near-keys/calibrated.json"
     stored = json.loads(marked.read_text())
     stored["cell"]["scores"]["all"]["recovered"] = 77.125
     marked.write_text(json.dumps(stored))
@@ -93,7 +94,7 @@ def test_cells_of_the_two_commands_are_found_and_not_run_again(checkpoint, data,
     result = runner.invoke(app, ["experiment", "balance", *options(checkpoint, data, out, seeds="4", **steps)])
     assert result.exit_code == 0, result.output
     table = (out / "table.md").read_text()
-    assert "| lot-keys | 77.12 (1) |" in table
+    assert "| lot-near-keys | 77.12 (1) |" in table
     (out / "table.md").unlink()
     assert _experiment(out) == balance.NAME
     assert runner.invoke(app, ["render", str(out)]).exit_code == 0

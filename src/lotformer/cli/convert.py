@@ -42,7 +42,11 @@ class ConvertSettings(Settings):
     balance: str = setting(
         _default(conversion.convert, "balance"), "Which sums LOT imposes: both, keys (half the work) or none."
     )
-    pivots: str = setting("fixed", "Pivots of LOT: fixed, or input-aware (slower, closer to the original).")
+    pivots: str = setting(
+        _default(conversion.convert, "pivots"),
+        "Pivots of LOT: input-aware, or fixed (faster, further from the original).",
+    )
+    window: bool = setting(True, "Let LOT read the nearest and the special tokens by softmax; off is transport alone.")
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     images: Path | None = setting(None, "Folder of images to calibrate a vision model on, with its sub-folders.")
     model: str | None = setting(None, "Name of the model in timm, if the source is a file of its weights.")
@@ -104,10 +108,11 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
         source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, learn=learn
     )
     options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
-    if settings.balance != _default(conversion.convert, "balance"):
-        options["balance"] = settings.balance
-    if settings.pivots != "fixed":  # other mechanisms have no such option
-        options["pivots"] = settings.pivots
+    for name in ("balance", "pivots"):  # other mechanisms have no such options
+        if getattr(settings, name) != _default(conversion.convert, name):
+            options[name] = getattr(settings, name)
+    if not settings.window:
+        options |= {"window": None, "prefix_tokens": 0}
     before = _Comparison(subject) if learn else None
     say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))
     if before is None:

@@ -48,7 +48,7 @@ def demo(
 def _stages(result: DemoResult) -> Table:
     columns: tuple[str, ...] = ("stage", "cosine", "ranks", "neighbour", "residual", "d.s. error", "seconds")
     rows = []
-    for stage in result.stages:
+    for stage in (*result.stages, result.second_best):
         cells = [
             stage.name,
             f"{stage.fidelity.cosine:.4f}",

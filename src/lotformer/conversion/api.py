@@ -12,11 +12,12 @@ from torch import nn
 
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
+from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
 from .hosts.grids import patches_before
 from .hosts.sites import Site, Skipped, converted, require_unfolded
-from .hosts.special_tokens import special_tokens
+from .hosts.special_tokens import reads_text, special_tokens
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
@@ -36,6 +37,7 @@ def convert(
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
     balance: Balance = "both",
+    pivots: PivotKind = "input-aware",
     layers: Sequence[str] | Literal["auto"] | None = None,
     budget: int | None = None,
     probe: Batch | None = None,
@@ -50,18 +52,19 @@ def convert(
         model: a Hugging Face encoder or encoder–decoder (encoder half), a timm vision transformer, or any module
             that holds `nn.MultiheadAttention`.
         mechanism: a name of `lotformer.attention.names()`.
-        rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance: of LOT.
-            Uniform key masses are strictly doubly stochastic; "query-aware" masses (the default) let columns sum to
-            `N ×` a learned mass, which the attention sinks of trained models need. `balance="keys"` keeps these column
-            sums and solves for the keys alone; "none" gives them up (`lot_attention`).
+        rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance, pivots:
+            of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
+            "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
+            trained models need. `balance="keys"` keeps these
+            column sums and solves for the keys alone; "none" gives them up (`lot_attention`). Pivots that see the
+            input recover more; "fixed" ones are a little faster.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
-        options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here, and
-            `pivots="input-aware"` recovers more where tokens have to be matched, as in pairs of sentences. Vision
-            transformers get `window="2d"`, `window_size=5` and the `prefix_tokens` they have: patches read their
-            neighbours and the special tokens by softmax, without which trained models do not survive;
-            `window=None, prefix_tokens=0` turns both off.
+        options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
+            transformers get `window="2d"`, Hugging Face's text encoders `window="1d"`, both with `window_size=5`, and
+            the former the `prefix_tokens` they have: tokens read their neighbours and such special tokens by softmax,
+            which trained models need more than anything else. `window=None, prefix_tokens=0` is transport alone.
 
     Returns:
         What was converted, what was left alone and why.
@@ -77,19 +80,18 @@ def convert(
             'layers="auto" and budget, the number of layers that keep softmax, belong together: '
             f"got layers={layers!r} and budget={budget!r}."
         )
+    named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance, "pivots": pivots}
     if layers == "auto":
-        named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance}
         return _convert_all_but(model, mechanism, budget, probe, **named, **options)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
-    named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance}
     settings = _settings(mechanism, named, options)
     recipe = Recipe(mechanism, settings, () if layers is None else tuple(layers))
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
-    recipe = replace(recipe, options={**_for_images(model, mechanism, sites), **settings})
+    recipe = replace(recipe, options={**_near(model, mechanism, sites, settings), **settings})
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
@@ -153,15 +155,16 @@ def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
     take_out(model, layers)
 
 
-def default_recipe() -> Recipe:
-    """What `convert(model)` does without further arguments."""
-    return Recipe("lot", _settings("lot", _defaults(), {}))
+def default_recipe(model: nn.Module, sites: Sequence[Located]) -> Recipe:
+    """What `convert(model)` does to these sites without further arguments."""
+    settings = _settings("lot", _defaults(), {})
+    return Recipe("lot", {**_near(model, "lot", sites, settings), **settings})
 
 
 def _defaults() -> dict[str, Any]:
     """The options of a mechanism that `convert` names itself."""
     parameters = inspect.signature(convert).parameters
-    return {name: parameters[name].default for name in ("rank", "eps", "key_masses", "balance")}
+    return {name: parameters[name].default for name in ("rank", "eps", "key_masses", "balance", "pivots")}
 
 
 def _require_module(model: object) -> None:
@@ -186,12 +189,25 @@ def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, An
     return settings
 
 
-def _for_images(model: nn.Module, mechanism: str, sites: Sequence[Located]) -> dict[str, Any]:
-    """What a vision transformer needs of LOT unless told otherwise: its special tokens and a window of patches."""
-    if not takes(mechanism, "window") or any(patches_before(model, site.name) is None for _, site in sites):
+def _near(model: nn.Module, mechanism: str, sites: Sequence[Located], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What LOT reads by softmax unless told otherwise: special tokens, and a window of patches or along a text."""
+    if not takes(mechanism, "key_masses") or settings["key_masses"] == "uniform":
         return {}
-    counts = {special_tokens(model, site.name) for _, site in sites}
-    return {"window": "2d", "window_size": 5, "prefix_tokens": counts.pop()} if len(counts) == 1 else {}
+    kinds = {_order(model, site) for _, site in sites}
+    if len(kinds) != 1:
+        return {}  # the towers of a model differ: each can be converted as it needs
+    window, special = kinds.pop()
+    return {"window": window, "window_size": 5, "prefix_tokens": special} if window is not None else {}
+
+
+def _order(model: nn.Module, site: Site) -> tuple[Literal["1d", "2d"] | None, int]:
+    """How the tokens that reach a site lie, if that is known, and how many special ones always come first.
+
+    Texts may be padded on the left: no place in them is special.
+    """
+    if patches_before(model, site.name) is not None:
+        return "2d", special_tokens(model, site.name)
+    return ("1d" if reads_text(model, site.name) else None), 0
 
 
 def choose(

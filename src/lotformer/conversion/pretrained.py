@@ -79,7 +79,8 @@ def restore(model: PreTrainedModel) -> None:
     if written is None:
         if asked != configs.IMPLEMENTATION:
             return
-        recipe, sites = default_recipe(), _every_site(model)
+        sites = _every_site(model)
+        recipe = default_recipe(model, sites)
     else:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):

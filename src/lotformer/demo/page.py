@@ -59,9 +59,10 @@ def render(result: DemoResult) -> str:
         f"<title>A sentence encoder on LOT attention</title><style>{_STYLE}</style></head><body><main>"
         "<h1>all-MiniLM-L6-v2, on linear attention</h1>"
         f"<p>A trained sentence encoder whose {len(result.conversion.converted)} softmax attention layers were "
-        f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token sends its "
-        "mass to the pivots, the pivots send it on to the tokens, both by optimal transport. The cost grows "
-        f"linearly with the text. {result.conversion.parameters_added:,} parameters were added; all others stayed "
+        f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token reads its "
+        "neighbours and [CLS] by softmax; the rest of its mass goes to the pivots, and from them to the tokens, both "
+        f"by optimal transport. The cost grows linearly with the text. "
+        f"{result.conversion.parameters_added:,} parameters were added; all others stayed "
         "as they were until fine-tuning.</p>"
         f'<div class="facts">{cards}</div>{_fidelity(result)}{_heads(result)}{_learning(result)}{_use(result)}'
         f"<footer>lotformer {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
@@ -80,7 +81,7 @@ def _fidelity(result: DemoResult) -> str:
     head = ["", "embedding cosine", "rank correlation of similarities", "same nearest neighbour", "residual, worst key",
             "doubly stochastic error, mean"]  # fmt: skip
     rows = []
-    for stage in result.stages:
+    for stage in (*result.stages, result.second_best):
         cells = [
             escape(stage.name),
             f"{stage.fidelity.cosine:.4f}",
@@ -99,7 +100,8 @@ def _fidelity(result: DemoResult) -> str:
         f"<p>Calibrated on {result.calibration_texts:,} sentences of Python's reference manual, judged on "
         f"{result.held_back_texts:,} sentences of topics kept back, against the original model. <b>Calibrated</b>: "
         "only the new parameters have learned. <b>Fine-tuned</b>: all weights have, without labels, from the "
-        "original's outputs. <b>Residual</b>: how far a column sum of the attention matrix is from the key's mass. "
+        "original's outputs. <b>Second best</b>: another conversion, a little faster. "
+        "<b>Residual</b>: how far a column sum of the attention matrix is from the key's mass. "
         "<b>Doubly stochastic error</b>: how far it is from one. Learned key masses make the second large on purpose: "
         "trained encoders have attention sinks, which no doubly stochastic matrix can imitate.</p><table><thead><tr>"
         + "".join(f"<th>{name}</th>" for name in head)

@@ -20,9 +20,8 @@ from . import glue, stsb
 
 NAME = "balance"
 
-VARIANTS = ("lot", "lot-keys", "lot-none", "lot-aware-keys")
+VARIANTS = ("lot-near", "lot-near-keys", "lot-near-none")
 GLUE_TASKS = ("cola", "mrpc")
-GLUE_METHODS = ("lot", "lot-keys", "lot-none")
 _TASKS = ("stsb", *GLUE_TASKS)
 
 
@@ -71,12 +70,12 @@ def run(
     for seed in settings.seeds:  # all of them at the door: the last seed begins hours after the first
         pairs, tasks = _places(out, seed)
         stsb.check(checkpoint, data, pairs, VARIANTS, settings.stsb(seed))
-        glue.check(checkpoint, data, tasks, GLUE_TASKS, GLUE_METHODS, settings.glue(seed))
+        glue.check(checkpoint, data, tasks, GLUE_TASKS, VARIANTS, settings.glue(seed))
     for seed in settings.seeds:
         pairs, tasks = _places(out, seed)
         told = partial(_with_seed, seed, listen)
         stsb.run(checkpoint, data, pairs, VARIANTS, settings.stsb(seed), told, command)
-        glue.run(checkpoint, data, tasks, GLUE_TASKS, GLUE_METHODS, settings.glue(seed), told, command)
+        glue.run(checkpoint, data, tasks, GLUE_TASKS, VARIANTS, settings.glue(seed), told, command)
 
 
 def holds(folder: Path) -> bool:
@@ -173,12 +172,12 @@ def _meaning(stage: str) -> tuple[str, ...]:
     """How to read the table."""
     return (
         "Mean ± standard deviation over seeds, with the number of seeds in brackets.",
-        "Beside rows that sum to one, lot imposes the masses of the pivots on the queries and those of the keys on the "
-        "keys, lot-keys only the latter, lot-none neither. With aware, pivots see the input.",
+        "Beside rows that sum to one, lot-near imposes the masses of the pivots on the queries and those of the keys "
+        "on the keys, lot-near-keys only the latter, lot-near-none neither.",
         f"STS-B, {stage}: Spearman correlation over all of dev in percent of the softmax model's, and the mean cosine "
         "with its embeddings. CoLA and MRPC: the task's score in percent of the softmax model's.",
         "Residual: the worst relative deviation of a column sum from the mass in force, over all cells of the row. "
-        "lot-none takes what a key receives as its mass, so its residual is rounding and says nothing.",
+        "lot-near-none takes what a key receives as its mass, so its residual is rounding and says nothing.",
     )
 
 

@@ -49,21 +49,29 @@ class Method:
     mechanism_lr: float = 5e-3
 
 
+_TRANSPORT = {"pivots": "fixed", "window": None}
+_AWARE = {"pivots": "input-aware", "window": None}
+
 METHODS: dict[str, Method] = {
     "t2r": Method("t2r", None, mechanism_lr=1e-3),
     "t2r-hh": Method("t2r", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
     "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
-    "lot": Method("lot", "output"),
-    "lot-uniform": Method("lot", "output", {"key_masses": "uniform"}),
-    "lot-keys": Method("lot", "output", {"balance": "keys"}),
-    "lot-none": Method("lot", "output", {"balance": "none"}),
-    "lot-aware": Method("lot", "output", {"pivots": "input-aware"}),
-    "lot-aware-uniform": Method("lot", "output", {"pivots": "input-aware", "key_masses": "uniform"}),
-    "lot-aware-keys": Method("lot", "output", {"pivots": "input-aware", "balance": "keys"}),
-    "lot-aware-none": Method("lot", "output", {"pivots": "input-aware", "balance": "none"}),
+    "lot": Method("lot", "output", _TRANSPORT),
+    "lot-uniform": Method("lot", "output", {**_TRANSPORT, "key_masses": "uniform"}),
+    "lot-keys": Method("lot", "output", {**_TRANSPORT, "balance": "keys"}),
+    "lot-none": Method("lot", "output", {**_TRANSPORT, "balance": "none"}),
+    "lot-aware": Method("lot", "output", _AWARE),
+    "lot-aware-uniform": Method("lot", "output", {**_AWARE, "key_masses": "uniform"}),
+    "lot-aware-keys": Method("lot", "output", {**_AWARE, "balance": "keys"}),
+    "lot-aware-none": Method("lot", "output", {**_AWARE, "balance": "none"}),
+    "lot-near": Method("lot", "output"),
+    "lot-near-keys": Method("lot", "output", {"balance": "keys"}),
+    "lot-near-none": Method("lot", "output", {"balance": "none"}),
+    "lot-near-fixed": Method("lot", "output", {"pivots": "fixed"}),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
-`lot-aware` and its variants have pivots that see the input."""
+`lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
+nearest tokens by softmax too, and are the default of `convert` but for what their names say."""
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,25 @@ from ..results.tables import Table
 
 NAME = "stsb"
 
+_TRANSPORT = {"pivots": "fixed", "window": None}
+_AWARE = {"pivots": "input-aware", "window": None}
+
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lot": {},
-    "lot-uniform": {"key_masses": "uniform"},
-    "lot-aware": {"pivots": "input-aware"},
-    "lot-keys": {"balance": "keys"},
-    "lot-none": {"balance": "none"},
-    "lot-aware-keys": {"pivots": "input-aware", "balance": "keys"},
-    "lot-aware-none": {"pivots": "input-aware", "balance": "none"},
+    "lot": _TRANSPORT,
+    "lot-uniform": {**_TRANSPORT, "key_masses": "uniform"},
+    "lot-keys": {**_TRANSPORT, "balance": "keys"},
+    "lot-none": {**_TRANSPORT, "balance": "none"},
+    "lot-aware": _AWARE,
+    "lot-aware-keys": {**_AWARE, "balance": "keys"},
+    "lot-aware-none": {**_AWARE, "balance": "none"},
+    "lot-near": {},
+    "lot-near-keys": {"balance": "keys"},
+    "lot-near-none": {"balance": "none"},
+    "lot-near-fixed": {"pivots": "fixed"},
 }
-"""Query-aware key masses, which attention sinks need; uniform ones, which are strictly doubly stochastic; pivots that
-see the input; and both kinds of pivots with the keys alone balanced, or nothing."""
+"""Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
+stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, the default of
+`convert`. Each also with the keys alone balanced, or nothing."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 

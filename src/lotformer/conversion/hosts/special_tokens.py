@@ -1,4 +1,4 @@
-"""How many special tokens ([CLS], distillation, registers) a vision transformer puts before its patches."""
+"""What stands before and around the tokens that a host hands to its attention, as far as its model tells."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _NAMES = ("cls_token", "class_embedding", "distillation_token", "dist_token", "r
 
 
 def special_tokens(model: nn.Module, name: str) -> int:
-    """The number in front of the sequence that reaches the module called `name`; 0 if its model has none.
+    """How many ([CLS], distillation, registers) a vision transformer puts before the patches that reach a module.
 
-    timm says it; Hugging Face's models hold one parameter for each kind in the part that makes the embeddings.
+    0 if it has none. timm says it; Hugging Face's models hold one parameter for each kind in the part that makes the
+    embeddings.
     """
     while name:
         name = name.rpartition(".")[0]
@@ -27,3 +28,13 @@ def special_tokens(model: nn.Module, name: str) -> int:
 def _count(tokens: Tensor) -> int:
     """`(C)` and `(1, 1, C)` are one token, `(1, n, C)` are n."""
     return tokens.shape[-2] if tokens.dim() > 1 else 1
+
+
+def reads_text(model: nn.Module, name: str) -> bool:
+    """Whether a Hugging Face model of texts encloses the module called `name`."""
+    while name:
+        name = name.rpartition(".")[0]
+        kind = getattr(model.get_submodule(name), "main_input_name", None)
+        if kind is not None:
+            return bool(kind == "input_ids")
+    return False

@@ -33,8 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
-"""What is asked of LOT beside the task's own options. The last one is strictly doubly stochastic, the one before it is
-what no window helps."""
+"""What is asked of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
+no window helps."""
 
 OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
 """Other mechanisms under the same protocol. They have no parameters of their own: there is nothing to calibrate."""
@@ -56,9 +56,6 @@ class ProtocolSettings(Settings):
 
 class Task(Protocol):
     """A checkpoint with what it learns from and what it is judged by."""
-
-    options: Mapping[str, Any]
-    """Arguments of `convert` for every variant of LOT."""
 
     def load(self, place: Path | None = None) -> Any:
         """The original, or the converted model that `save` has written to `place`."""
@@ -189,7 +186,7 @@ class _Bench:
         if variant in OTHERS:
             conversion.convert(self.task.body(model), variant, **OTHERS[variant])
         else:
-            conversion.convert(self.task.body(model), "lot", **{**self.task.options, **VARIANTS[variant]})
+            conversion.convert(self.task.body(model), "lot", **VARIANTS[variant])
         spent: float | None = time.perf_counter() - begun
         last: Cell | None = None
         for stage in stages:

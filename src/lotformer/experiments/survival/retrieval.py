@@ -6,7 +6,6 @@ sentences of the pairs are among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,8 +43,6 @@ class RetrievalSettings(ProtocolSettings):
 
 class RetrievalTask:
     """A Hugging Face encoder whose embeddings are means over tokens."""
-
-    options: Mapping[str, Any] = {"pivots": "input-aware", "window": "1d", "window_size": 5, "prefix_tokens": 1}
 
     def __init__(self, checkpoint: Path, folder: Path, pairs: Path, settings: RetrievalSettings) -> None:
         from transformers import AutoTokenizer

@@ -25,10 +25,10 @@ from ...results.tables import Table
 NAME = "survival-speed"
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lot, input-aware": {"pivots": "input-aware"},
-    "lot, fixed": {},
-    "lot, fixed, 3 × 3, keys": {"window_size": 3, "balance": "keys"},
-    "transport alone": {"window": None, "prefix_tokens": 0},
+    "lot, input-aware": {},
+    "lot, fixed": {"pivots": "fixed"},
+    "lot, fixed, 3 × 3, keys": {"pivots": "fixed", "window_size": 3, "balance": "keys"},
+    "transport alone": {"pivots": "fixed", "window": None, "prefix_tokens": 0},
 }
 """What is asked of `convert`, from the nearest to the original to the fastest."""
 

@@ -5,7 +5,6 @@ It learns from source sentences of the training set, without their translations:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +44,6 @@ class TranslationSettings(ProtocolSettings):
 
 class TranslationTask:
     """Marian and its relatives, by way of `AutoModelForSeq2SeqLM`."""
-
-    options: Mapping[str, Any] = {"pivots": "input-aware", "window": "1d", "window_size": 5}
 
     def __init__(self, checkpoint: Path, folder: Path, settings: TranslationSettings) -> None:
         require_sacrebleu()

@@ -6,7 +6,7 @@ learned from are prototype images, without labels and of other classes if there 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,8 +51,6 @@ class Pictures:
 
 class VisionTask:
     """timm's model from a safetensors file, judged by prototypes."""
-
-    options: Mapping[str, Any] = {"pivots": "input-aware"}
 
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings

@@ -15,15 +15,26 @@ class Row:
     calibrated: bool = False
 
 
-_PAPER = {"rank": 32, "eps": 1.0, "solver": "sinkhorn", "iters": 5, "key_masses": "uniform", "pivot_init": "unit"}
+_TRANSPORT = {"pivots": "fixed", "window": None}
+_PAPER = {
+    **_TRANSPORT,
+    "rank": 32,
+    "eps": 1.0,
+    "solver": "sinkhorn",
+    "iters": 5,
+    "key_masses": "uniform",
+    "pivot_init": "unit",
+}
 
 ROWS: dict[str, Row] = {
     "softmax": Row("softmax"),
     "sinkformer": Row("sinkformer"),
     "espformer": Row("espformer"),
     "lot": Row("lot", _PAPER, calibrated=True),
-    "lot-exact": Row("lot", calibrated=True),
-    "lot-aware": Row("lot", {"pivots": "input-aware"}, calibrated=True),
+    "lot-exact": Row("lot", _TRANSPORT, calibrated=True),
+    "lot-aware": Row("lot", {"window": None}, calibrated=True),
+    "lot-near": Row("lot", calibrated=True),
 }
-"""`lot` is the paper's: 32 random pivots, ε = 1, five sweeps, uniform masses. `lot-exact` is what `lotformer.convert`
-makes (ε = 0.1, solved to rounding, learned key masses), `lot-aware` the same with pivots that see the input."""
+"""`lot` is the paper's: 32 random pivots, ε = 1, five sweeps, uniform masses. `lot-exact` is transport at ε = 0.1,
+solved to rounding, with learned key masses; `lot-aware` the same with pivots that see the input; `lot-near`, what
+`lotformer.convert` makes, reads the nearest tokens by softmax as well."""
