@@ -103,9 +103,9 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
     import torch
 
     torch.manual_seed(settings.seed)
-    learn = bool(settings.steps or settings.finetune_steps)
+    steps = max(settings.steps, settings.finetune_steps)
     subject = open_subject(
-        source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, learn=learn
+        source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, steps=steps
     )
     options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
     for name in ("balance", "pivots"):  # other mechanisms have no such options
@@ -113,7 +113,7 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
             options[name] = getattr(settings, name)
     if not settings.window:
         options |= {"window": None, "prefix_tokens": 0}
-    before = _Comparison(subject) if learn else None
+    before = _Comparison(subject) if steps else None
     say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))
     if before is None:
         return subject, None

@@ -46,29 +46,28 @@ class Subject:
 
 
 def open_subject(
-    source: str, *, model: str | None, texts: Path | None, images: Path | None, size: int | None, learn: bool
+    source: str, *, model: str | None, texts: Path | None, images: Path | None, size: int | None, steps: int
 ) -> Subject:
     """A timm model from a file of weights, or a Hugging Face checkpoint for texts, images or translation.
 
-    Without `learn`, nothing is read to learn from.
+    Images are read for as many `steps` as will be learned, spread over their folder; for none, nothing is read.
     """
     if model is not None:
-        return _timm(Path(source), model, images, size, learn)
+        return _timm(Path(source), model, images, size, steps)
     root = checkpoint_root(source)
     loaded, kind = _hugging_face(root / encoder_part(root))
     if getattr(loaded, "main_input_name", "") == "pixel_values":
-        processor: Any = kind.AutoImageProcessor.from_pretrained(str(root)) if learn else None
+        processor: Any = kind.AutoImageProcessor.from_pretrained(str(root)) if steps else None
         wanted = {} if size is None else {"size": {"height": size, "width": size}}
 
         def picture(file: Path) -> Tensor:
             return processor(_open(file), return_tensors="pt", **wanted)["pixel_values"][0]
 
-        batches = [{"pixel_values": batch} for batch in _image_batches(images, picture)] if learn else []
-        learned, held = _apart(batches)
+        learned, held = _apart([{"pixel_values": batch} for batch in _image_batches(images, picture, steps)])
         save: Callable[[Path], None] = lambda out: loaded.save_pretrained(out)  # noqa: E731  three of these side by side
         return Subject(loaded, loaded, learned, held, None, save, _with_transformers(loaded))
     tokenizer = load_tokenizer(root / encoder_part(root))
-    learned_texts, held_texts = _texts(texts) if learn else ([], [])
+    learned_texts, held_texts = _texts(texts) if steps else ([], [])
     body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
     learned, held = (_tokenized(tokenizer, part, loaded) for part in (learned_texts, held_texts[:_HELD]))
 
@@ -121,7 +120,7 @@ def _hugging_face(folder: Path) -> tuple[Any, Any]:
         raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from error
 
 
-def _timm(weights: Path, name: str, images: Path | None, size: int | None, learn: bool) -> Subject:
+def _timm(weights: Path, name: str, images: Path | None, size: int | None, steps: int) -> Subject:
     _torchvision.prepare()
     try:
         import timm
@@ -142,7 +141,7 @@ def _timm(weights: Path, name: str, images: Path | None, size: int | None, learn
     if size is not None:
         config["input_size"] = (config["input_size"][0], size, size)
     transform = timm.data.create_transform(**config)
-    learned, held = _apart(_image_batches(images, lambda file: transform(_open(file))) if learn else [])
+    learned, held = _apart(_image_batches(images, lambda file: transform(_open(file)), steps))
 
     def save(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -157,13 +156,20 @@ def _open(file: Path) -> Any:
     return Image.open(file).convert("RGB")
 
 
-def _image_batches(folder: Path | None, read: Callable[[Path], Tensor], batch_size: int = 8) -> list[Tensor]:
+def _image_batches(
+    folder: Path | None, read: Callable[[Path], Tensor], steps: int, batch_size: int = 8
+) -> list[Tensor]:
+    """As many batches as steps learn from, and a quarter more of which some are kept back; evenly over the folder."""
+    if not steps:
+        return []
     if folder is None:
         raise ValueError("a vision model learns from images: give a folder of them, --images.")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
     if not files:
         raise ValueError(f"{folder} holds no image ({', '.join(sorted(_PICTURES))}).")
-    return [torch.stack([read(f) for f in files[i : i + batch_size]]) for i in range(0, len(files), batch_size)]
+    count = min(len(files), max(10, steps + steps // 4) * batch_size)
+    chosen = [files[i * len(files) // count] for i in range(count)]
+    return [torch.stack([read(f) for f in chosen[i : i + batch_size]]) for i in range(0, count, batch_size)]
 
 
 def _texts(file: Path | None) -> tuple[list[str], list[str]]:

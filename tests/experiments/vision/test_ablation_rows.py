@@ -12,9 +12,9 @@ import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
 from lotformer.attention.lot import LOT
+from lotformer.experiments.residuals import couplings_watched
 from lotformer.experiments.vision import ablation, ladder, rank, sinkhorn
 from lotformer.experiments.vision.build import build
-from lotformer.experiments.vision.evaluation import couplings_watched
 
 ROWS = {f"{module.NAME}/{name}": row for module in (ladder, rank, sinkhorn) for name, row in module.ROWS.items()}
 SMALL = ablation.AblationSettings(depth=1, image_size=16, rank=4)

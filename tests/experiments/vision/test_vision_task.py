@@ -14,9 +14,10 @@ import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
 from lotformer._settings import make
+from lotformer.experiments.residuals import couplings_watched
 from lotformer.experiments.vision.batches import StreamedImages, repeated
 from lotformer.experiments.vision.build import load_trained, load_weights
-from lotformer.experiments.vision.evaluation import blanked, couplings_watched
+from lotformer.experiments.vision.evaluation import blanked
 from lotformer.experiments.vision.settings import ImageSettings, VisionSettings, completed, options
 from lotformer.experiments.vision.task import Vision, evaluate_trained, open_sets
 from lotformer.training.logs import Progress

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._settings import name_value_pairs
-from ...attention.lot import LOT
 from ...data.longrange.batches import Batch, by_length, collate
 from ...data.longrange.prepare import Listener
 from ...data.longrange.store import PreparedSet, Split
@@ -24,6 +22,7 @@ from ...training.loader import LoaderStream
 from ...training.stream import TrainingStream
 from ...training.task import Sums
 from ...training.teams import Process
+from ..residuals import couplings_watched
 from .settings import LongRangeSettings
 
 
@@ -82,25 +81,10 @@ class LongRange:
     @torch.no_grad()
     def residuals(self, model: nn.Module, split: str = "dev") -> list[float]:
         """How far the columns of LOT's couplings are from their masses, layer by layer, on the first batch."""
-        found: list[float] = []
-
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            assert isinstance(module, LOT)
-            q, k, _, key_mask, query_mask = args
-            coupling = module.coupling(q, k, key_mask, query_mask)
-            # where nothing is balanced there is nothing to miss: what counts is how uneven the columns are
-            missed = coupling.doubly_stochastic_error() if module.balance == "none" else coupling.residual()
-            found.append(float(missed.max()))
-
-        hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, LOT)]
-        try:
-            if hooks:
-                batch = next(self._batches(self.sets[split], Process()))
-                model(batch["tokens"], batch.get("mask"))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+        with couplings_watched(model) as found:
+            batch = next(self._batches(self.sets[split], Process()))
+            model(batch["tokens"], batch.get("mask"))
+        return list(found.values())
 
     def tokens_per_example(self) -> float:
         """The mean over the training set, all documents of an example together."""

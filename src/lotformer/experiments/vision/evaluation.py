@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ...attention.lot import LOT
 from ...data.vision.sources import Images
+from ..residuals import couplings_watched
 
 Progress = Callable[[int, int], None]
 """Called with the images seen and the images in all."""
@@ -126,26 +125,3 @@ def blanked(pixels: Tensor, share: float, patch_size: int, generator: torch.Gene
     ranks = torch.rand(batch, rows * columns, generator=generator).argsort(1).argsort(1)
     keep = (ranks >= count).view(batch, 1, rows, columns).to(pixels)
     return pixels * F.interpolate(keep, scale_factor=patch_size, mode="nearest")[..., :height, :width]
-
-
-@contextmanager
-def couplings_watched(model: nn.Module) -> Iterator[dict[str, float]]:
-    """While inside, every call of a LOT layer notes the residual of its coupling under the layer's name."""
-    residuals: dict[str, float] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: LOT, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            q, k, _, *masks = args
-            coupling = module.coupling(q, k, *masks)
-            missed = coupling.doubly_stochastic_error() if module.balance == "none" else coupling.residual()
-            residuals[name] = float(missed.max())
-
-        return hook
-
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LOT)]
-    handles = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in layers]
-    try:
-        yield residuals
-    finally:
-        for handle in handles:
-            handle.remove()
