@@ -46,10 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-near-keys": {"balance": "keys"},
     "lot-near-none": {"balance": "none"},
     "lot-near-fixed": {"pivots": "fixed"},
+    "lot-near-cls": {"prefix_tokens": 1},
 }
 """Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
 stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, the default of
-`convert`. Each also with the keys alone balanced, or nothing."""
+`convert`, or also over the first token. Each also with the keys alone balanced, or nothing."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 
