@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
 import lotformer
 from lotformer.conversion import recipe
+from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL
 
 WINDOWS = {
@@ -45,10 +47,44 @@ def test_what_was_asked_for_wins():
     assert asked("bert", key_masses="uniform", window="1d")["window"] == "1d"
 
 
-@pytest.mark.parametrize("kind", ["bert", "vit"])
+def dinov2() -> transformers.PreTrainedModel:
+    """Its encoder is a model of its own, which does not know of the patches."""
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, mlp_ratio=1, image_size=20, patch_size=5
+    )
+    return transformers.Dinov2Model(config).eval()
+
+
+LOADED = {"bert": SMALL["bert"].build, "vit": SMALL["vit"].build, "dinov2": dinov2}
+
+
+@pytest.mark.parametrize("kind", LOADED)
 def test_a_checkpoint_that_is_converted_as_it_loads_gets_the_same(kind, tmp_path):
-    model = SMALL[kind].build()
+    model = LOADED[kind]()
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="lot")
     lotformer.convert(model)
     assert recipe(loaded) == recipe(model)
+
+
+def test_a_model_whose_encoder_is_a_model_of_its_own_sees_its_grid_again(tmp_path):
+    model, pixels = dinov2(), torch.randn(1, 3, 10, 40)  # as many patches as a square has
+    lotformer.convert(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(pixels).last_hidden_state, model(pixels).last_hidden_state)
+
+
+def test_a_window_that_a_model_cannot_have_is_refused_and_the_model_stays_as_it_was():
+    """YOLOS has tokens behind its patches."""
+    config = transformers.YolosConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=[20, 20],
+        patch_size=5, num_detection_tokens=3,
+    )  # fmt: skip
+    model, pixels = transformers.YolosModel(config).eval(), torch.randn(1, 3, 20, 20)
+    with pytest.raises(ValueError, match="window=None, prefix_tokens=0"):
+        lotformer.convert(model, probe={"pixel_values": pixels})
+    assert not converted(model)
+    lotformer.convert(model, window=None, prefix_tokens=0)
+    assert converted(model)

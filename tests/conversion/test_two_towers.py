@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import lotformer
+from lotformer.conversion import recipe
 from lotformer.conversion.hosts.sites import converted
 
 _SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
@@ -87,8 +88,12 @@ def test_one_tower_loads_from_the_checkpoint_of_both(tmp_path):
         assert torch.equal(vision(pixel_values=pixels).last_hidden_state, expected)
 
 
-def test_a_plain_checkpoint_loads_with_lot_attention_where_it_can(tmp_path):
-    build("CLIPModel").save_pretrained(tmp_path)
-    model = transformers.CLIPModel.from_pretrained(tmp_path, attn_implementation="lot").eval()
-    assert all(name.startswith("vision_model") for name, _ in converted(model))
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_plain_checkpoint_loads_with_lot_attention_where_it_can(kind, tmp_path):
+    original = build(kind)
+    original.save_pretrained(tmp_path)
+    model = type(original).from_pretrained(tmp_path, attn_implementation="lot").eval()
+    report = lotformer.convert(original)
+    assert [name for name, _ in converted(model)] == [layer.name for layer in report.converted]
+    assert recipe(model) == recipe(original)
     assert all(x.isfinite().all() for x in outputs(model))

@@ -14,7 +14,11 @@ from torch import nn
 
 import lotformer
 
-KINDS = {"1d": {"window": "1d", "prefix_tokens": 1}, "2d": {"window": "2d", "prefix_tokens": 1, "window_size": 5}}
+KINDS = {
+    "1d": {"window": "1d", "prefix_tokens": 1},
+    "text": {"window": "1d", "prefix_tokens": 0, "window_size": 5},
+    "2d": {"window": "2d", "prefix_tokens": 1, "window_size": 5},
+}
 
 
 def layer(kind: str) -> nn.Module:
@@ -83,7 +87,7 @@ def test_a_converted_vision_transformer_compiles_exports_and_runs_in_onnxruntime
     np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["1d", "2d"])
 def test_vmap_and_autocast(kind: str) -> None:
     near = lotformer.nn.NearKeys(2, 8, kind)  # type: ignore[arg-type]
     q, k, v = torch.randn(3, 4, 2, 25, 8)

@@ -185,10 +185,11 @@ def test_long_sums_do_not_drift() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("eps", [0.5, 0.02], ids=["scaling form", "log form"])
-@pytest.mark.parametrize("form", ["sinkhorn", "newton", "sinkhorn, keys", "newton, keys"])
+@pytest.mark.parametrize("form", FORMS)
 def test_one_long_head_agrees_though_its_rows_lie_in_the_results(form: str, eps: float, threads: int) -> None:
-    masses = form == "sinkhorn"  # their gradient takes a pass of its own
-    x = problem(batch=1, heads=1, n=8300, m=8240, rank=32, dim=64, query_masses=masses, key_masses=masses)
+    masses = threads == 1  # their gradient takes passes of its own
+    rank = 32 if threads == 1 else 29  # not of whole vectors
+    x = problem(batch=1, heads=1, n=8300, m=8240, rank=rank, dim=64, query_masses=masses, key_masses=masses)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

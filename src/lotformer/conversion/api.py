@@ -91,15 +91,22 @@ def convert(
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
-    recipe = replace(recipe, options={**_near(model, mechanism, sites, settings), **settings})
+    near = _near(model, mechanism, sites, settings)
+    recipe = replace(recipe, options={**near, **settings})
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
     mechanisms = put_in(model, recipe, sites)
+    ours = near.get("window") == "2d" and before is not None  # a window that nobody asked for must work, too
     try:
-        after = probing.output(model, inputs, made_up=probe is None)
-    except Exception:  # the user's batch must work, or nothing has happened
+        after = probing.output(model, inputs, made_up=probe is None and not ours)
+    except Exception as error:  # the user's batch must work, or nothing has happened
         take_out(model)
+        if ours:
+            raise ValueError(
+                f"{type(model).__name__} cannot run with a window over its patches: {error} If its tokens are not "
+                "patches with special tokens before them, give `window=None, prefix_tokens=0`."
+            ) from error
         raise
 
     rows = {site.name: Layer(site.name, _kind(site), True, "", _count(mechanisms[site.name])) for _, site in sites}

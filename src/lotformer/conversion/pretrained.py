@@ -29,7 +29,7 @@ from .hosts import configs
 from .hosts.huggingface import register
 from .hosts.sites import MECHANISM, Site, converted, record_of
 from .recipe import Recipe
-from .swapping import Located, build_on_meta, put_in
+from .swapping import Located, build_on_meta, put_in, remove, supply_grids
 
 
 def install() -> None:
@@ -81,6 +81,7 @@ def restore(model: PreTrainedModel) -> None:
             return
         sites = _every_site(model)
         recipe = default_recipe(model, sites)
+        _forget_other_recipes(recipe, sites)
     else:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
@@ -97,7 +98,16 @@ def restore(model: PreTrainedModel) -> None:
         _require_fit(model, recipe, fresh)
         put_in(model, recipe, fresh)
     elif converted(model):
+        supply_grids(model)
         configs.settle(model)
+
+
+def _forget_other_recipes(recipe: Recipe, sites: list[Located]) -> None:
+    """What a part has chosen for itself when it was built, without knowing what stands before it: patches, a tower."""
+    for _, site in sites:
+        record = record_of(site.module)
+        if record is not None and record.recipe != recipe:
+            remove(site.module)
 
 
 def _read(model: PreTrainedModel, written: object) -> Recipe:

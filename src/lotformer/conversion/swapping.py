@@ -55,6 +55,22 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
     return mechanisms
 
 
+def supply_grids(model: nn.Module) -> None:
+    """Let converted modules read the grid of a model that was built around their own, and that cuts the patches."""
+    grids = Grids(model)
+    for name, module in converted(model):
+        record = record_of(module)
+        if record is not None and record.grid is None:
+            install(module, mechanism_of(module), replace(record, grid=grids.of(name, mechanism_of(module))))
+
+
+def remove(module: nn.Module) -> None:
+    """Take the mechanism of one module away."""
+    record = uninstall(module)
+    if record.grid is not None:
+        record.grid.dismiss()
+
+
 def fold_module(module: nn.Module) -> None:
     """Turn one converted module into its inference form.
 
@@ -114,9 +130,7 @@ def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
         if (record := record_of(module)) is not None and (layers is None or name in layers)
     ]
     for _, module in found:
-        record = uninstall(module)
-        if record.grid is not None:
-            record.grid.dismiss()
+        remove(module)
     _tell_hosts(model, found, lambda host: host.detach)
 
 

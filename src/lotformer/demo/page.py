@@ -59,9 +59,9 @@ def render(result: DemoResult) -> str:
         f"<title>A sentence encoder on LOT attention</title><style>{_STYLE}</style></head><body><main>"
         "<h1>all-MiniLM-L6-v2, on linear attention</h1>"
         f"<p>A trained sentence encoder whose {len(result.conversion.converted)} softmax attention layers were "
-        f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token reads its "
-        "neighbours and [CLS] by softmax; the rest of its mass goes to the pivots, and from them to the tokens, both "
-        f"by optimal transport. The cost grows linearly with the text. "
+        f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token reads "
+        "itself and four neighbours by softmax; the rest of its mass goes to the pivots, and from them to the tokens, "
+        f"both by optimal transport. The cost grows linearly with the text. "
         f"{result.conversion.parameters_added:,} parameters were added; all others stayed "
         "as they were until fine-tuning.</p>"
         f'<div class="facts">{cards}</div>{_fidelity(result)}{_heads(result)}{_learning(result)}{_use(result)}'
@@ -101,7 +101,7 @@ def _fidelity(result: DemoResult) -> str:
         f"{result.held_back_texts:,} sentences of topics kept back, against the original model. <b>Calibrated</b>: "
         "only the new parameters have learned. <b>Fine-tuned</b>: all weights have, without labels, from the "
         "original's outputs. <b>Second best</b>: another conversion, a little faster. "
-        "<b>Residual</b>: how far a column sum of the attention matrix is from the key's mass. "
+        "<b>Residual</b>: how far a column sum of what is transported is from the key's mass. "
         "<b>Doubly stochastic error</b>: how far it is from one. Learned key masses make the second large on purpose: "
         "trained encoders have attention sinks, which no doubly stochastic matrix can imitate.</p><table><thead><tr>"
         + "".join(f"<th>{name}</th>" for name in head)
@@ -120,8 +120,8 @@ def _heads(result: DemoResult) -> str:
     return (
         "<section><h2>Before and after, inside one head</h2>"
         "<p>Rows are tokens that look, columns tokens looked at; the bars above add up each column. In three layers, "
-        "the head with the tallest sink. The matrix on the right has rank at most "
-        f"{result.conversion.options['rank']} and is never formed when the model runs.</p>"
+        "the head with the tallest sink. The matrix on the right is a band and "
+        f"a matrix of rank {result.conversion.options['rank']}, and is never formed when the model runs.</p>"
         + "".join(pair(heads) for heads in result.heads)
         + "</section>"
     )

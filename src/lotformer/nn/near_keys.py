@@ -134,9 +134,10 @@ class NearKeys(nn.Module):
         # a large negative number, not -inf: a query without a real key must stay finite
         lowest = torch.finfo(dtype).min
         scores = scores.masked_fill(~inside, lowest)
-        special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
-        special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
-        scores = torch.cat([special, scores], -1)
+        if prefix:
+            special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
+            special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
+            scores = torch.cat([special, scores], -1)
         total = scores.logsumexp(-1)
         rest = (q @ direction[..., None])[..., 0] + offset[..., None]
         share = (total.flatten(2)[:, :, :length] - rest).sigmoid()
@@ -146,7 +147,9 @@ class NearKeys(nn.Module):
         around = _neighbours(v[:, :, prefix:], rows, columns, reach)
         band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
         band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
-        out = (band @ around).flatten(2, 3) + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
+        out = (band @ around).flatten(2, 3)
+        if prefix:
+            out = out + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
         return zero_padding(out[:, :, :length], query_mask), share
 
     def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:

@@ -31,10 +31,14 @@ def _count(tokens: Tensor) -> int:
 
 
 def reads_text(model: nn.Module, name: str) -> bool:
-    """Whether a Hugging Face model of texts encloses the module called `name`."""
+    """Whether a Hugging Face model of texts encloses the module called `name`.
+
+    The name of its main input is not enough: models of images that do not say theirs inherit that of texts.
+    """
     while name:
         name = name.rpartition(".")[0]
-        kind = getattr(model.get_submodule(name), "main_input_name", None)
-        if kind is not None:
-            return bool(kind == "input_ids")
+        enclosure = model.get_submodule(name)
+        if hasattr(enclosure, "main_input_name"):
+            kinds = getattr(enclosure, "input_modalities", "text")
+            return bool(enclosure.main_input_name == "input_ids" and kinds in ("text", ("text",), ["text"]))
     return False

@@ -119,11 +119,11 @@ class Experiment:
         for name in variants:
             if name not in VARIANTS | OTHERS:
                 raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS | OTHERS)}.")
-        whole = Origin(dataclasses.asdict(settings), dict(sources))
         bench = _Bench(task, settings, listen)
         cells = []
         for name in variants:
             folder = CellFolder(out / name, Cell, self.name, command)
+            whole = Origin({**dataclasses.asdict(settings), "options": _options(name)}, dict(sources))
             stages = _stages(name, settings)
             origins = {stage: _origin_of(stage, whole) for stage in stages}
             if any(folder.find(stage, origins[stage]) is None for stage in stages):
@@ -183,10 +183,7 @@ class _Bench:
         torch.manual_seed(self.settings.seed)
         begun = time.perf_counter()
         model = self.task.load().eval()
-        if variant in OTHERS:
-            conversion.convert(self.task.body(model), variant, **OTHERS[variant])
-        else:
-            conversion.convert(self.task.body(model), "lot", **VARIANTS[variant])
+        conversion.convert(self.task.body(model), variant if variant in OTHERS else "lot", **_options(variant))
         spent: float | None = time.perf_counter() - begun
         last: Cell | None = None
         for stage in stages:
@@ -265,6 +262,10 @@ class _Bench:
         )
 
 
+def _options(variant: str) -> dict[str, Any]:
+    return (VARIANTS | OTHERS)[variant]
+
+
 def _stages(variant: str, settings: ProtocolSettings) -> list[str]:
     learned = ["calibrated", *(f"kept-{count}" for count in settings.kept)] if variant in VARIANTS else []
     return ["converted", *learned, *(["fine-tuned"] if settings.finetune_steps else [])]
@@ -290,7 +291,7 @@ def _budget(record: Record) -> str:
         parts.append(f"{budget['steps']} steps of {settings['batch_size']} on {budget['inputs']} unlabelled inputs")
     if "finetune_lr" in settings:
         parts.append(f"lr {settings['finetune_lr']:g}, layers weighed {settings['finetune_layers']:g}")
-    known = {field.name for field in dataclasses.fields(ProtocolSettings)}
+    known = {field.name for field in dataclasses.fields(ProtocolSettings)} | {"options"}
     parts += [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name not in known]
     return "; ".join([*parts, f"seed {settings['seed']}", record.provenance.where()])
 

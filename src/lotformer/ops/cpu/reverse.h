@@ -41,7 +41,8 @@ struct Reverse {
 };
 
 // The gradient of the plan lives where dx, the gradient of the tokens, will be written over it, if its rows have room; in
-// long sequences the kernel does so too, and nothing of their length is left in scratch.
+// long sequences the kernel does so too, and of their length only masses that are given, and their gradient, are left in
+// scratch.
 static Reverse open_reverse(const Head& head, const Tokens& t, int side, int width, bool logarithmic, const Rows& dx) {
   Reverse r{};
   r.head = &head;

@@ -154,6 +154,7 @@ static void reverse_columns(Reverse& r, const float* b, const float* c, double* 
   r.sums[which] = {b, c};
   claim(r, -1.f, c);
   claim(r, -1.f, b);
+  if (r.replays && !dg && !r.log_mass) return;  // there is nothing to be had of it yet
   start_columns(head);
   head.each_range(r.t->count, [&](Worker& k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += kBlock) {
