@@ -95,7 +95,7 @@ def test_a_hand_built_vit_and_a_converted_one_share_their_state():
         vit(LOTAttention.with_options(rank=8, pivot_init="small", solver="newton")).eval(),
         vit("attn"),
     )
-    lotformer.convert(converted, rank=8, eps=1.0, key_masses="uniform", tol=1e-6, window=None, prefix_tokens=0)
+    lotformer.convert(converted, rank=8, eps=1.0, key_masses="uniform", pivots="fixed", tol=1e-6)
     converted.load_state_dict(hand_built.state_dict())
     torch.testing.assert_close(converted.eval()(images := torch.randn(2, 3, 16, 16)), hand_built(images))
 
