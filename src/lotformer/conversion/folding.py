@@ -54,8 +54,8 @@ def fold(model: nn.Module, *, probe: Batch | None = None) -> FoldingReport:
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
 
     Raises:
-        ValueError: a layer cannot be folded (input-aware pivots, normalised or rotated queries and keys, half
-            precision), or there is none. The model is as it was.
+        ValueError: a layer cannot be folded (input-aware pivots or a window, as `convert` gives them by default;
+            normalised or rotated queries and keys; half precision), or there is none. The model is as it was.
     """
     layers = _foldable(model)
     inputs = probe if probe is not None else probing.sample_inputs(model)

@@ -172,12 +172,14 @@ def _meaning(stage: str) -> tuple[str, ...]:
     """How to read the table."""
     return (
         "Mean ± standard deviation over seeds, with the number of seeds in brackets.",
-        "Beside rows that sum to one, lot-near imposes the masses of the pivots on the queries and those of the keys "
-        "on the keys, lot-near-keys only the latter, lot-near-none neither.",
+        "Beside rows that sum to one, the masses of the pivots are imposed on the queries and those of the keys on the "
+        "keys; with -keys only the latter, with -none neither. lot-near is the default of `convert`: pivots that see "
+        "the input, and a window of five tokens that is read by softmax. -fixed: with fixed pivots; -cls: the first "
+        "token is read by softmax, too. lot-aware is without a window, lot without a window and with fixed pivots.",
         f"STS-B, {stage}: Spearman correlation over all of dev in percent of the softmax model's, and the mean cosine "
         "with its embeddings. CoLA and MRPC: the task's score in percent of the softmax model's.",
         "Residual: the worst relative deviation of a column sum from the mass in force, over all cells of the row. "
-        "lot-near-none takes what a key receives as its mass, so its residual is rounding and says nothing.",
+        "With -none, what a key receives is taken for its mass, so the residual is rounding and says nothing.",
     )
 
 

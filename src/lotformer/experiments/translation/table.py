@@ -301,7 +301,8 @@ def render(folder: Path) -> Report:
         "alone, on source sentences. Fine-tuned: all weights, on pairs, after both. The first two are checked to leave "
         "all other weights bitwise as they were, and the swap to leave the decoder's output on fixed encoder states.",
         "lot: the paper's (32 random pivots, ε = 1, five sweeps, uniform masses); lot-exact: ε = 0.1, solved to "
-        "rounding, learned key masses; lot-aware: the same with pivots that see the input.",
+        "rounding, learned key masses; lot-aware: the same with pivots that see the input; lot-near: and a window "
+        "of five tokens read by softmax, as `convert` does by default.",
         "Column error: the largest relative deviation of a column sum from its mass; d.s. error: the mean deviation "
         "from 1.",
         *(f"{text}." for text in signatures),
