@@ -57,7 +57,7 @@ def test_every_seed_has_the_cells_of_both_experiments(checkpoint, data, tmp_path
     for seed in BRIEF.seeds:
         pairs = stsb.run(checkpoint, data, out / f"seed{seed}/stsb", balance.VARIANTS, BRIEF.stsb(seed))
         assert {cell.stage for cell in pairs} == {"converted", "calibrated"}
-        for task in balance.GLUE_TASKS:
+        for task in BRIEF.glue_tasks:
             made = sorted(path.stem for path in (out / f"seed{seed}/glue/{task}").glob("*.json"))
             assert made == ["lot-near", "lot-near-keys", "lot-near-none", "softmax"]
         assert f"seed {seed}: lot-near-none: calibrating" in told
@@ -170,3 +170,9 @@ def test_the_budget_is_that_of_the_commands_in_the_table():
     assert settings.glue(5) == glue.GlueSettings(
         epochs=3.0, max_steps=400, calibration_steps=150, imitation_steps=100, swap_epochs=0.0, seed=5
     )
+
+
+@pytest.mark.parametrize("task", ["stsb", "colour"])
+def test_tasks_that_it_has_no_place_for_are_refused(task):
+    with pytest.raises(ValueError, match=rf"glue_tasks must be among cola, .* got '{task}'"):
+        balance.BalanceSettings(glue_tasks=("cola", task))

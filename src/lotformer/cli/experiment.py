@@ -95,7 +95,7 @@ def balance(
     data_dir: DataDir = None,
     out: Out = Path("out/balance"),
 ) -> None:
-    """Which sums a converted encoder should impose: STS-B, CoLA and MRPC over several seeds."""
+    """Which sums a converted encoder should impose: STS-B and tasks of GLUE over several seeds."""
     console = Console()
     with one_clear_error(console, "Cannot run the experiment"):
         folder = data_folder(data_dir, glue_data.WANTED)

@@ -21,8 +21,8 @@ from . import glue, stsb
 NAME = "balance"
 
 VARIANTS = ("lot-near", "lot-near-keys", "lot-near-none")
-GLUE_TASKS = ("cola", "mrpc")
-_TASKS = ("stsb", *GLUE_TASKS)
+_PAIRS = "stsb"
+"""By embeddings; what is left of GLUE are the tasks that a classifier was trained for."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,21 @@ class BalanceSettings(Settings):
     seeds: tuple[int, ...] = setting((0, 1, 2), "Random seeds, each with a folder of its own.", at_least=0)
     stsb_calibration_steps: int = setting(250, "STS-B: steps of calibration.", at_least=1)
     stsb_finetune_steps: int = setting(0, "STS-B: steps of fine-tuning without labels.", at_least=0)
+    glue_tasks: tuple[str, ...] = setting(
+        ("cola", "mrpc"), "Tasks of GLUE to fine-tune a classifier for, without STS-B."
+    )
     glue_epochs: float = setting(3.0, "GLUE: epochs of the softmax model.", at_least=0)
     glue_max_steps: int = setting(400, "GLUE: most steps for the softmax model.", at_least=1)
     glue_calibration_steps: int = setting(150, "GLUE: steps of calibration.", at_least=0)
     glue_imitation_steps: int = setting(100, "GLUE: steps of imitating the softmax model.", at_least=0)
     glue_swap_epochs: float = setting(0.0, "GLUE: epochs with labels after the imitation.", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for task in self.glue_tasks:
+            if task not in TASKS or task == _PAIRS:
+                known = ", ".join(name for name in TASKS if name != _PAIRS)
+                raise ValueError(f"glue_tasks must be among {known}, got {task!r}.")
 
     def stsb(self, seed: int) -> stsb.StsbSettings:
         return stsb.StsbSettings(
@@ -70,12 +80,12 @@ def run(
     for seed in settings.seeds:  # all of them at the door: the last seed begins hours after the first
         pairs, tasks = _places(out, seed)
         stsb.check(checkpoint, data, pairs, VARIANTS, settings.stsb(seed))
-        glue.check(checkpoint, data, tasks, GLUE_TASKS, VARIANTS, settings.glue(seed))
+        glue.check(checkpoint, data, tasks, settings.glue_tasks, VARIANTS, settings.glue(seed))
     for seed in settings.seeds:
         pairs, tasks = _places(out, seed)
         told = partial(_with_seed, seed, listen)
         stsb.run(checkpoint, data, pairs, VARIANTS, settings.stsb(seed), told, command)
-        glue.run(checkpoint, data, tasks, GLUE_TASKS, VARIANTS, settings.glue(seed), told, command)
+        glue.run(checkpoint, data, tasks, settings.glue_tasks, VARIANTS, settings.glue(seed), told, command)
 
 
 def holds(folder: Path) -> bool:
@@ -133,8 +143,8 @@ def _found(folder: Path, stage: str) -> Iterator[_Found]:
         for row in stsb.VARIANTS:
             record = CellFolder(pairs / row, stsb.Cell, stsb.NAME).record(stage)
             if record is not None:
-                yield _Found("stsb", row, seed, record)
-        for task in GLUE_TASKS:
+                yield _Found(_PAIRS, row, seed, record)
+        for task in (name for name in TASKS if name != _PAIRS):
             cells = CellFolder(tasks / task, glue.Cell, glue.NAME)
             for row in ("softmax", *glue.METHODS):
                 record = cells.record(row)
@@ -143,12 +153,14 @@ def _found(folder: Path, stage: str) -> Iterator[_Found]:
 
 
 def _table(found: Sequence[_Found]) -> Table:
-    titles = [f"{TASKS[task].folder},\n% recovered" for task in GLUE_TASKS]
+    tasks = [task for task in TASKS if task != _PAIRS and any(one.task == task for one in found)]
+    titles = [f"{TASKS[task].folder},\n% recovered" for task in tasks]
     columns = ("variant", "STS-B,\n% of softmax kept", "STS-B,\ncosine", *titles, "residual,\nmax")
     rows = []
     for row in dict.fromkeys((*stsb.VARIANTS, *glue.METHODS)):
-        cells = {task: [one.record.cell for one in found if (one.task, one.row) == (task, row)] for task in _TASKS}
-        scores = [cell.scores["all"] for cell in cells["stsb"]]
+        of_row = [one for one in found if one.row == row]
+        cells = {task: [one.record.cell for one in of_row if one.task == task] for task in (_PAIRS, *tasks)}
+        scores = [cell.scores["all"] for cell in cells[_PAIRS]]
         residuals = [cell.residual_max for made in cells.values() for cell in made if cell.residual_max is not None]
         if any(cells.values()):
             rows.append(
@@ -156,7 +168,7 @@ def _table(found: Sequence[_Found]) -> Table:
                     row,
                     _over_seeds([score.recovered for score in scores], 2),
                     _over_seeds([score.cosine for score in scores], 4),
-                    *(_over_seeds([cell.recovered for cell in cells[task]], 1) for task in GLUE_TASKS),
+                    *(_over_seeds([cell.recovered for cell in cells[task]], 1) for task in tasks),
                     f"{max(residuals):.0e}" if residuals else "–",
                 )
             )
@@ -177,7 +189,7 @@ def _meaning(stage: str) -> tuple[str, ...]:
         "the input, and a window of five tokens that is read by softmax. -fixed: with fixed pivots; -cls: the first "
         "token is read by softmax, too. lot-aware is without a window, lot without a window and with fixed pivots.",
         f"STS-B, {stage}: Spearman correlation over all of dev in percent of the softmax model's, and the mean cosine "
-        "with its embeddings. CoLA and MRPC: the task's score in percent of the softmax model's.",
+        "with its embeddings. Tasks of GLUE: the task's score in percent of the softmax model's.",
         "Residual: the worst relative deviation of a column sum from the mass in force, over all cells of the row. "
         "With -none, what a key receives is taken for its mass, so the residual is rounding and says nothing.",
     )
