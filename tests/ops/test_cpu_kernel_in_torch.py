@@ -229,13 +229,13 @@ def run_out_of_memory(solver: str) -> None:
     limit, used = resource.getrlimit(resource.RLIMIT_AS), []
     resource.setrlimit(resource.RLIMIT_AS, (_virtual_memory() + (30 << 20), limit[1]))
     try:
-        for _ in range(5):
+        for _ in range(20):
             with pytest.raises(RuntimeError, match="lotformer: out of memory"):
                 lot_attention(q, k, v, pivots, log_masses, solver=solver, backend="cpu")
             used.append(_virtual_memory())
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
-    assert used[-1] - used[0] < 4 << 20
+    assert used[-1] - used[9] < 2 << 20  # the allocator takes a few calls to settle; a leak goes on
     again = lot_attention(*some, pivots, log_masses, solver="sinkhorn", backend="cpu")
     assert torch.equal(again, few)
 
