@@ -55,9 +55,8 @@ def convert(
         rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance, pivots:
             of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
             "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
-            trained models need. `balance="keys"` keeps these
-            column sums and solves for the keys alone; "none" gives them up (`lot_attention`). Pivots that see the
-            input recover more; "fixed" ones are a little faster.
+            trained models need. `balance="keys"` keeps these column sums and solves for the keys alone; "none" gives
+            them up (`lot_attention`). Pivots that see the input recover more; "fixed" ones are a little faster.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
@@ -202,7 +201,7 @@ def _near(model: nn.Module, mechanism: str, sites: Sequence[Located], settings: 
         return {}
     kinds = {_order(model, site) for _, site in sites}
     if len(kinds) != 1:
-        return {}  # the towers of a model differ: each can be converted as it needs
+        return {}  # towers of texts and of images share one recipe, and no window suits both
     window, special = kinds.pop()
     return {"window": window, "window_size": 5, "prefix_tokens": special} if window is not None else {}
 
