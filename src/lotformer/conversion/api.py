@@ -36,7 +36,7 @@ def convert(
     rank: int = 32,
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
-    balance: Balance = "both",
+    balance: Balance = "keys",
     pivots: PivotKind = "input-aware",
     layers: Sequence[str] | Literal["auto"] | None = None,
     budget: int | None = None,
@@ -55,8 +55,8 @@ def convert(
         rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance, pivots:
             of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
             "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
-            trained models need. `balance="keys"` keeps these column sums and solves for the keys alone; "none" gives
-            them up (`lot_attention`). Pivots that see the input recover more; "fixed" ones are a little faster.
+            trained models need. `balance="keys"` (the default) imposes these column sums and leaves the queries free,
+            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots that see the input recover more; "fixed" ones are a little faster.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.

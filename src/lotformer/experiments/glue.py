@@ -49,8 +49,9 @@ class Method:
     mechanism_lr: float = 5e-3
 
 
-_TRANSPORT = {"pivots": "fixed", "window": None}
-_AWARE = {"pivots": "input-aware", "window": None}
+_TRANSPORT = {"pivots": "fixed", "window": None, "balance": "both"}
+_AWARE = {"pivots": "input-aware", "window": None, "balance": "both"}
+_NEAR = {"balance": "both"}
 
 METHODS: dict[str, Method] = {
     "t2r": Method("t2r", None, mechanism_lr=1e-3),
@@ -64,14 +65,14 @@ METHODS: dict[str, Method] = {
     "lot-aware-uniform": Method("lot", "output", {**_AWARE, "key_masses": "uniform"}),
     "lot-aware-keys": Method("lot", "output", {**_AWARE, "balance": "keys"}),
     "lot-aware-none": Method("lot", "output", {**_AWARE, "balance": "none"}),
-    "lot-near": Method("lot", "output"),
+    "lot-near": Method("lot", "output", _NEAR),
     "lot-near-keys": Method("lot", "output", {"balance": "keys"}),
     "lot-near-none": Method("lot", "output", {"balance": "none"}),
-    "lot-near-fixed": Method("lot", "output", {"pivots": "fixed"}),
+    "lot-near-fixed": Method("lot", "output", {**_NEAR, "pivots": "fixed"}),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
-nearest tokens by softmax too, and are the default of `convert` but for what their names say."""
+nearest tokens by softmax too. `lot-near-keys` is the default of `convert`."""
 
 
 @dataclass(frozen=True)

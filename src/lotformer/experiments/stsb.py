@@ -31,8 +31,9 @@ from ..results.tables import Table
 
 NAME = "stsb"
 
-_TRANSPORT = {"pivots": "fixed", "window": None}
-_AWARE = {"pivots": "input-aware", "window": None}
+_TRANSPORT = {"pivots": "fixed", "window": None, "balance": "both"}
+_AWARE = {"pivots": "input-aware", "window": None, "balance": "both"}
+_NEAR = {"balance": "both"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot": _TRANSPORT,
@@ -42,15 +43,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-aware": _AWARE,
     "lot-aware-keys": {**_AWARE, "balance": "keys"},
     "lot-aware-none": {**_AWARE, "balance": "none"},
-    "lot-near": {},
+    "lot-near": _NEAR,
     "lot-near-keys": {"balance": "keys"},
     "lot-near-none": {"balance": "none"},
-    "lot-near-fixed": {"pivots": "fixed"},
-    "lot-near-cls": {"prefix_tokens": 1},
+    "lot-near-fixed": {**_NEAR, "pivots": "fixed"},
+    "lot-near-cls": {**_NEAR, "prefix_tokens": 1},
 }
 """Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
-stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, the default of
-`convert`, or also over the first token. Each also with the keys alone balanced, or nothing."""
+stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first
+token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `lot-near-keys` is the default of `convert`."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 
