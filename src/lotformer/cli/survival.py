@@ -109,7 +109,7 @@ def survival_translation(
         folder = data_folder(data_dir, "Multi30k")
         weights = checkpoint_folder(checkpoint)
         task = translation.TranslationTask(weights, folder, settings)
-        sources = {"checkpoint": checkpoint_source(weights)}
+        sources = {"checkpoint": checkpoint_source(weights), "data": files_source("multi30k", task.files)}
         with progress_bar(console) as listen:
             translation.EXPERIMENT.run(task, out, _names(variants), settings, sources, listen, command_line())
         publish(console, translation.render(out), out)

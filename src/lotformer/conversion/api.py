@@ -56,7 +56,8 @@ def convert(
             of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
             "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
             trained models need. `balance="keys"` (the default) imposes these column sums and leaves the queries free,
-            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots that see the input recover more; "fixed" ones are a little faster.
+            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots
+            that see the input recover more; "fixed" ones are a little faster.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.

@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
 stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first
-token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `lot-near-keys` is the default of `convert`."""
+token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `convert` makes `lot-near-keys`."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -43,9 +45,56 @@ def test_every_stage_is_scored_once(images, checkpoint, tmp_path):
     assert cells[2].scores["cosine"] > cells[0].scores["cosine"]
     page = vision.render(tmp_path / "out").markdown()
     assert "lot-32, kept-1" in page
-    written = (tmp_path / "out" / "lot-32" / "calibrated.json").stat().st_mtime_ns
+    written = (tmp_path / "out" / "lot-32" / "seed0" / "calibrated.json").stat().st_mtime_ns
     assert vision.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], BRIEF, {}) == cells
-    assert (tmp_path / "out" / "lot-32" / "calibrated.json").stat().st_mtime_ns == written
+    assert (tmp_path / "out" / "lot-32" / "seed0" / "calibrated.json").stat().st_mtime_ns == written
+
+
+def test_the_original_is_scored_once_for_all_runs(images, checkpoint, tmp_path, monkeypatch):
+    first = vision.EXPERIMENT.run(vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out", ["lot-32"], BRIEF, {})
+    scored = vision.VisionTask.scores
+    references = []
+    monkeypatch.setattr(
+        vision.VisionTask, "scores", lambda task, *args: references.append(task.reference) or scored(task, *args)
+    )
+    again, brief = vision.VisionTask(checkpoint, images, BRIEF), dataclasses.replace(BRIEF, kept=(), finetune_steps=0)
+    cells = vision.EXPERIMENT.run(again, tmp_path / "out", ["lot-fixed"], brief, {})
+    assert [reference is None for reference in references] == [False, False]  # two stages, no original
+    assert cells[0].softmax == first[0].softmax
+    (tmp_path / "out" / "softmax.pt").unlink()  # the outputs are not published with the cells
+    fresh = vision.VisionTask(checkpoint, images, BRIEF)
+    vision.EXPERIMENT.run(fresh, tmp_path / "out", ["lot-64"], brief, {})
+    assert references[2] is None
+
+
+def test_seeds_are_cells_of_their_own_and_one_row(images, checkpoint, tmp_path):
+    """A second seed can be added later, with fewer stages; what is there is not made again."""
+    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
+    first = vision.EXPERIMENT.run(task, out, ["lot-32"], BRIEF, {})
+    more = dataclasses.replace(BRIEF, seeds=(0, 1), untaught=False, kept=())
+    cells = vision.EXPERIMENT.run(task, out, ["lot-32"], more, {})
+    assert [(cell.seed, cell.stage) for cell in cells] == [
+        (seed, stage) for seed in (0, 1) for stage in ("calibrated", "fine-tuned")
+    ]
+    assert [cell for cell in cells if cell.seed == 0] == [first[1], first[3]]
+    assert cells[2].errors != cells[0].errors
+    page = vision.render(out).markdown()
+    assert page.count("lot-32, calibrated |") == 1
+    assert " ± " in next(line for line in page.splitlines() if "lot-32, calibrated" in line)
+    assert "lot-32 calibrated (seeds 0, 1)" in page
+
+
+def test_models_may_be_scored_in_half_precision(images, checkpoint, tmp_path):
+    exact, half = (
+        vision.VisionTask(checkpoint, images, settings)
+        for settings in (BRIEF, dataclasses.replace(BRIEF, scored_in="bf16"))
+    )
+    model = exact.load().eval()
+    exact.scores(model, lambda *_: None)
+    half.scores(model, lambda *_: None)
+    assert half.reference.dtype == torch.float32
+    difference = (half.reference - exact.reference).abs().max()
+    assert 0 < difference < 0.05
 
 
 def test_the_command_refuses_what_is_not_there(tmp_path):

@@ -35,14 +35,17 @@ def multi30k(folder: Path, source: str, target: str) -> Corpus:
 
     The files of two languages may lie in different folders: their lines agree.
     """
+    files = multi30k_files(folder, source, target)
+    train, valid, test = (read_pairs(ours, theirs) for ours, theirs in zip(files[::2], files[1::2], strict=True))
+    return Corpus(train, valid, test)
+
+
+def multi30k_files(folder: Path, source: str, target: str) -> list[Path]:
+    """What `multi30k` reads: source and target of train, then of validation, then of test."""
     places = [folder / "task1" / "raw", folder / "data" / "task1" / "raw"]
     places += sorted(place for pattern in ("*/task1/raw", "*/data/task1/raw") for place in folder.glob(pattern))
-
-    def pairs(split: str) -> list[Pair]:
-        files = [_present(places, f"{split}.{language}", "Multi30k") for language in (source, target)]
-        return read_pairs(*files)
-
-    return Corpus(pairs("train"), pairs("val"), pairs("test_2016_flickr"))
+    splits = ("train", "val", "test_2016_flickr")
+    return [_present(places, f"{split}.{name}", "Multi30k") for split in splits for name in (source, target)]
 
 
 def iwslt14(folder: Path, source: str, target: str) -> Corpus:

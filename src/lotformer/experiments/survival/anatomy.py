@@ -175,7 +175,7 @@ def run(
     if found is None:
         require_writable(out)
         cells.begin(_CELL, origin)
-        found = cells.finish(_CELL, look(task, settings, listen), origin, {"images": settings.images}, settings.seed)
+        found = cells.finish(_CELL, look(task, settings, listen), origin, {"images": settings.images}, 0)
     return found
 
 

@@ -1,6 +1,6 @@
 """The protocol that all modalities share: convert, calibrate, keep some layers, fine-tune without labels; score each.
 
-Every stage of every variant is a cell of its own and leaves its model behind, so an interrupted run goes on.
+Every stage of every variant and seed is a cell of its own and leaves its model behind, so an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ... import conversion
-from ..._files import require_writable
+from ..._files import new_file, require_writable
 from ..._settings import Settings, setting
 from ...data.batches import Batch
 from ...results.cells import CellFolder, Listener, Origin, Record
 from ...results.report import Report
-from ...results.tables import Table
+from ...results.tables import Table, mean_and_deviation
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot-32": {"rank": 32},
     "lot-64": {"rank": 64},
     "lot-128": {"rank": 128},
     "lot-fixed": {"rank": 32, "pivots": "fixed"},
-    "lot-keys": {"rank": 32, "balance": "keys"},
+    "lot-both": {"rank": 32, "balance": "both"},
     "lot-window-3": {"rank": 32, "window_size": 3},
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
 """What is asked of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
 no window helps."""
+
+_ORIGINAL = "softmax"
 
 OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
 """Other mechanisms under the same protocol. They have no parameters of their own: there is nothing to calibrate."""
@@ -46,16 +48,28 @@ class ProtocolSettings(Settings):
 
     calibration_inputs: int = setting(256, "Unlabelled inputs to learn from.", at_least=2)
     calibration_steps: int = setting(150, "Steps of calibration.", at_least=1)
+    untaught: bool = setting(True, "Score models that are converted and have learned nothing, too.")
     kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.")
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
     finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
     finetune_layers: float = setting(1.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
     batch_size: int = setting(8, "Inputs per step.", at_least=1)
-    seed: int = setting(0, "Random seed.")
+    scored_in: Literal["fp32", "bf16"] = setting("fp32", "Precision of products while scoring, for softmax too.")
+    seeds: tuple[int, ...] = setting((0,), "Random seeds, each with cells of its own.", at_least=0)
+
+    def products(self) -> torch.autocast:
+        """For models that run to be scored; what is made of their outputs stays outside."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.scored_in == "bf16")
 
 
 class Task(Protocol):
-    """A checkpoint with what it learns from and what it is judged by."""
+    """A checkpoint with what it learns from and what it is judged by.
+
+    Attributes:
+        reference: outputs of the original that others are compared with, once it has been scored.
+    """
+
+    reference: Tensor | None
 
     def load(self, place: Path | None = None) -> Any:
         """The original, or the converted model that `save` has written to `place`."""
@@ -72,18 +86,19 @@ class Task(Protocol):
         """Some of the inputs that are scored, to look at couplings."""
 
     def scores(self, model: Any, listen: Listener) -> dict[str, float]:
-        """What counts, the most important first; the original comes first and is what others are compared with."""
+        """What counts, the most important first. Without a reference, the model is the original and becomes it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant at one stage. `seconds` is of this stage, None if it was interrupted on the way.
+    """One variant with one seed at one stage. `seconds` is of this stage, None if it was interrupted on the way.
 
     `errors` are the relative output errors of the layers after calibration, `forecast` the cosine it expected.
     """
 
     variant: str
     stage: str
+    seed: int
     scores: dict[str, float]
     softmax: dict[str, float]
     residual_max: float | None
@@ -91,6 +106,13 @@ class Cell:
     errors: dict[str, float]
     forecast: float | None
     seconds: float | None
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The original, as it was scored."""
+
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -111,7 +133,7 @@ class Experiment:
         listen: Listener = lambda what, now, total: None,
         command: str = "",
     ) -> list[Cell]:
-        """Fill every stage of every variant that is not in `out` yet; returns all of them.
+        """Fill every stage of every seed and variant that is not in `out` yet; returns all of them.
 
         Raises:
             ValueError: a variant is unknown, or `out` holds cells made from something else.
@@ -119,85 +141,101 @@ class Experiment:
         for name in variants:
             if name not in VARIANTS | OTHERS:
                 raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS | OTHERS)}.")
-        bench = _Bench(task, settings, listen)
+        originals = CellFolder(out, Softmax, self.name, command)
+        bench = _Bench(task, originals, Origin(_of_the_original(settings), dict(sources)), settings, listen)
         cells = []
-        for name in variants:
-            folder = CellFolder(out / name, Cell, self.name, command)
-            whole = Origin({**dataclasses.asdict(settings), "options": _options(name)}, dict(sources))
-            stages = _stages(name, settings)
-            origins = {stage: _origin_of(stage, whole) for stage in stages}
-            if any(folder.find(stage, origins[stage]) is None for stage in stages):
-                require_writable(out / name)
-                bench.fill(name, folder, stages, origins)
-            cells += [cell for stage in stages if (cell := folder.find(stage, origins[stage])) is not None]
+        for seed in settings.seeds:
+            for name in variants:
+                folder = CellFolder(_place(out, name, seed), Cell, self.name, command)
+                whole = Origin({**_described(settings), "seed": seed, "options": _options(name)}, dict(sources))
+                origins = {stage: _origin_of(stage, whole) for stage in _stages(name, settings)}
+                if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
+                    require_writable(folder.folder)
+                    bench.fill(name, seed, folder, origins)
+                found = (folder.find(stage, origin) for stage, origin in origins.items())
+                cells += [cell for cell in found if cell is not None]
         return cells
 
     def render(self, folder: Path) -> Report:
         """The table of every cell in the folder, and below it what was spent on them."""
         found: list[Record] = []
         for name in VARIANTS | OTHERS:
-            place = CellFolder(folder / name, Cell, self.name)
-            stages = sorted((path.stem for path in (folder / name).glob("*.json")), key=_order)
-            found += [record for stage in stages if (record := place.record(stage)) is not None]
+            for place in sorted((folder / name).glob("seed*")):
+                cells = CellFolder(place, Cell, self.name)
+                stages = (path.stem for path in place.glob("*.json"))
+                found += [record for stage in stages if (record := cells.record(stage)) is not None]
         if not found:
             raise ValueError(f"{folder} holds no finished cell.")
-        budgets: dict[str, list[str]] = {}
+        found.sort(key=lambda record: _order(record.cell))
+        budgets: dict[str, dict[str, list[int]]] = {}
         for record in found:
-            budgets.setdefault(_budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
-        notes = [f"{', '.join(places)}: {text}." for text, places in budgets.items()]
+            row = f"{record.cell.variant} {record.cell.stage}"
+            budgets.setdefault(_budget(record), {}).setdefault(row, []).append(record.cell.seed)
+        notes = [f"{_with_seeds(places)}: {text}." for text, places in budgets.items()]
         notes += [_errors(record.cell) for record in found if record.cell.stage == "calibrated"]
         commands = tuple(dict.fromkeys(record.provenance.command for record in found))
         return Report(commands, (self.table([record.cell for record in found]),), tuple(notes))
 
     def table(self, cells: Sequence[Cell]) -> Table:
-        """A row for each variant and stage; scores that can be are followed by what they are of softmax's."""
+        """A row for each variant and stage, the mean over its seeds; scores that can be are in percent, too."""
         names = list(cells[0].softmax)
         columns = ("variant, stage", *names, "residual,\nmax", "d.s. error,\nmean", "cosine\nexpected", "seconds")
         rows = [("softmax", *(f"{cells[0].softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
+        alike: dict[tuple[str, str], list[Cell]] = {}
         for cell in cells:
-            values = [
-                f"{cell.scores[name]:.4f}"
-                + (f" ({100 * cell.scores[name] / cell.softmax[name]:.1f} %)" if name in self.relative else "")
-                for name in names
-            ]
-            residual = "–" if cell.residual_max is None else f"{cell.residual_max:.0e}"
-            error = "–" if cell.doubly_stochastic_mean is None else f"{cell.doubly_stochastic_mean:.2g}"
-            expected = "–" if cell.forecast is None else f"{cell.forecast:.3f}"
-            seconds = "–" if cell.seconds is None else f"{cell.seconds:.0f}"
-            rows.append((f"{cell.variant}, {cell.stage}", *values, residual, error, expected, seconds))
+            alike.setdefault((cell.variant, cell.stage), []).append(cell)
+        for (variant, stage), seeds in alike.items():
+            residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
+            errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
+            rows.append(
+                (
+                    f"{variant}, {stage}",
+                    *(self._score(name, seeds) for name in names),
+                    f"{max(residuals):.0e}" if residuals else "–",
+                    f"{sum(errors) / len(errors):.2g}" if errors else "–",
+                    mean_and_deviation([cell.forecast for cell in seeds if cell.forecast is not None], digits=3),
+                    mean_and_deviation([cell.seconds for cell in seeds if cell.seconds is not None], digits=0),
+                )
+            )
         return Table(self.title, columns, tuple(rows))
+
+    def _score(self, name: str, seeds: Sequence[Cell]) -> str:
+        shown = mean_and_deviation([cell.scores[name] for cell in seeds], digits=4)
+        if name not in self.relative:
+            return shown
+        return f"{shown} ({mean_and_deviation([100 * cell.scores[name] / cell.softmax[name] for cell in seeds])} %)"
 
 
 class _Bench:
     """The task, its original's scores, and the stages."""
 
-    def __init__(self, task: Task, settings: ProtocolSettings, listen: Listener) -> None:
-        self.task, self.settings, self.listen = task, settings, listen
-        self.softmax: dict[str, float] | None = None
+    def __init__(
+        self, task: Task, originals: CellFolder[Softmax], origin: Origin, settings: ProtocolSettings, listen: Listener
+    ) -> None:
+        self.task, self.originals, self.origin, self.settings, self.listen = task, originals, origin, settings, listen
+        self.softmax: dict[str, float] = {}
 
-    def fill(self, variant: str, cells: CellFolder[Cell], stages: Sequence[str], origins: Mapping[str, Origin]) -> None:
+    def fill(self, variant: str, seed: int, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
         """Go through the stages; a finished one only hands its model on."""
-        if self.softmax is None:
-            self.listen("softmax: scoring", 0, 1)
-            self.softmax = self.task.scores(self.task.load().eval(), self.listen)
-        torch.manual_seed(self.settings.seed)
+        self._remember_the_original()
+        torch.manual_seed(seed)
         begun = time.perf_counter()
         model = self.task.load().eval()
         conversion.convert(self.task.body(model), variant if variant in OTHERS else "lot", **_options(variant))
         spent: float | None = time.perf_counter() - begun
         last: Cell | None = None
-        for stage in stages:
+        for stage, origin in origins.items():
             place = cells.folder / stage
-            done = cells.find(stage, origins[stage])
+            done = cells.find(stage, origin)
             if done is not None:
                 if stage == "calibrated":
                     model, last = self.task.load(place).eval(), done
                 continue
-            progress = cells.begin(stage, origins[stage])
+            progress = cells.begin(stage, origin)
             errors, forecast, steps = (last.errors if last else {}), None, 0
             current = model
             if stage == "calibrated":
-                resumed, report = progress.exists(), self._calibrate(variant, model, progress)
+                resumed, report = progress.exists(), self._calibrate(variant, seed, model, progress)
                 errors, steps, spent = report.error_after, report.steps, None if resumed else report.seconds
                 forecast = None if report.forecast is None else report.forecast.cosine
                 self.task.save(model, place)
@@ -206,25 +244,41 @@ class _Bench:
                 worst = sorted(errors, key=errors.__getitem__, reverse=True)[: int(stage.rpartition("-")[2])]
                 conversion.revert(self.task.body(current), layers=worst)
             elif stage == "fine-tuned":
-                resumed, tuned = progress.exists(), self._finetune(variant, model, progress)
+                resumed, tuned = progress.exists(), self._finetune(variant, seed, model, progress)
                 steps, spent = tuned.steps, None if resumed else tuned.seconds
                 self.task.save(model, place)
-            cell = self._measured(current, variant, stage, errors, forecast, spent)
+            cell = self._measured(current, variant, stage, seed, errors, forecast, spent)
             last = cell if stage == "calibrated" else last
             budget = {"steps": steps, "inputs": self.settings.calibration_inputs if steps else 0}
-            cells.finish(stage, cell, origins[stage], budget, self.settings.seed)
+            cells.finish(stage, cell, origin, budget, seed)
 
-    def _calibrate(self, variant: str, model: Any, progress: Path) -> conversion.CalibrationReport:
+    def _remember_the_original(self) -> None:
+        """Score it, unless that was done: by this run, or by one that has left its outputs in the folder."""
+        if self.softmax:
+            return
+        found, kept = self.originals.find(_ORIGINAL, self.origin), self.originals.folder / f"{_ORIGINAL}.pt"
+        if found is not None and kept.is_file():
+            self.task.reference, self.softmax = torch.load(kept, weights_only=True), found.scores
+            return
+        self.task.reference = None
+        self.softmax = self._scores(self.task.load().eval(), _ORIGINAL)
+        assert self.task.reference is not None
+        require_writable(self.originals.folder)
+        with new_file(kept) as draft:
+            torch.save(self.task.reference, draft)
+        self.originals.finish(_ORIGINAL, Softmax(self.softmax), self.origin, {}, seed=0)
+
+    def _calibrate(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.CalibrationReport:
         return conversion.calibrate(
             self.task.body(model),
             self.task.batches(),
             steps=self.settings.calibration_steps,
-            seed=self.settings.seed,
+            seed=seed,
             checkpoint=progress,
             on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
         )
 
-    def _finetune(self, variant: str, model: Any, progress: Path) -> conversion.FinetuningReport:
+    def _finetune(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.FinetuningReport:
         return conversion.finetune(
             self.task.body(model),
             self.task.batches(),
@@ -232,7 +286,7 @@ class _Bench:
             steps=self.settings.finetune_steps,
             lr=self.settings.finetune_lr,
             layer_weight=self.settings.finetune_layers,
-            seed=self.settings.seed,
+            seed=seed,
             checkpoint=progress,
             on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
         )
@@ -242,17 +296,18 @@ class _Bench:
         model: Any,
         variant: str,
         stage: str,
+        seed: int,
         errors: dict[str, float],
         forecast: float | None,
         seconds: float | None,
     ) -> Cell:
-        assert self.softmax is not None
         body = self.task.body(model.eval())
         quality = conversion.coupling_quality(body, self.task.test_batches())
         return Cell(
             variant=variant,
             stage=stage,
-            scores=self.task.scores(model, lambda what, now, total: self.listen(f"{variant}: {what}", now, total)),
+            seed=seed,
+            scores=self._scores(model, variant),
             softmax=self.softmax,
             residual_max=None if quality is None else quality.residual_max,
             doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
@@ -261,6 +316,25 @@ class _Bench:
             seconds=seconds,
         )
 
+    def _scores(self, model: Any, variant: str) -> dict[str, float]:
+        return self.task.scores(model, lambda what, now, total: self.listen(f"{variant}: {what}", now, total))
+
+
+def _place(out: Path, variant: str, seed: int) -> Path:
+    return out / variant / f"seed{seed}"
+
+
+def _described(settings: ProtocolSettings) -> dict[str, Any]:
+    """The settings that results depend on; what says which cells to make is not among them."""
+    described = dataclasses.asdict(settings)
+    return {name: value for name, value in described.items() if name not in ("seeds", "kept", "untaught")}
+
+
+def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
+    """The settings that the original's scores depend on: nothing that is spent on conversions."""
+    learning = ("calibration", "finetune", "batch_size")
+    return {name: value for name, value in _described(settings).items() if not name.startswith(learning)}
+
 
 def _options(variant: str) -> dict[str, Any]:
     return (VARIANTS | OTHERS)[variant]
@@ -268,19 +342,21 @@ def _options(variant: str) -> dict[str, Any]:
 
 def _stages(variant: str, settings: ProtocolSettings) -> list[str]:
     learned = ["calibrated", *(f"kept-{count}" for count in settings.kept)] if variant in VARIANTS else []
-    return ["converted", *learned, *(["fine-tuned"] if settings.finetune_steps else [])]
+    converted = ["converted"] if settings.untaught or not (learned or settings.finetune_steps) else []
+    return [*converted, *learned, *(["fine-tuned"] if settings.finetune_steps else [])]
 
 
-def _order(stage: str) -> tuple[int, int]:
-    """Stages as they follow each other; more layers kept come later."""
-    kind, _, count = stage.partition("-")
-    return ("converted", "calibrated", "kept", "fine").index(kind), int(count) if count.isdigit() else 0
+def _order(cell: Cell) -> tuple[int, int, int, int]:
+    """Variants as they are listed, stages as they follow each other, more layers kept later; then seeds."""
+    kind, _, count = cell.stage.partition("-")
+    stage = ("converted", "calibrated", "kept", "fine").index(kind)
+    return list(VARIANTS | OTHERS).index(cell.variant), stage, int(count) if count.isdigit() else 0, cell.seed
 
 
 def _origin_of(stage: str, whole: Origin) -> Origin:
     """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
     later: tuple[str, ...] = {"converted": ("calibration", "finetune"), "fine-tuned": ()}.get(stage, ("finetune",))
-    settings = {name: value for name, value in whole.settings.items() if not name.startswith((*later, "kept"))}
+    settings = {name: value for name, value in whole.settings.items() if not name.startswith(later)}
     return Origin(settings, whole.sources)
 
 
@@ -291,12 +367,21 @@ def _budget(record: Record) -> str:
         parts.append(f"{budget['steps']} steps of {settings['batch_size']} on {budget['inputs']} unlabelled inputs")
     if "finetune_lr" in settings:
         parts.append(f"lr {settings['finetune_lr']:g}, layers weighed {settings['finetune_layers']:g}")
-    known = {field.name for field in dataclasses.fields(ProtocolSettings)} | {"options"}
+    known = {field.name for field in dataclasses.fields(ProtocolSettings)} | {"options", "seed"}
     parts += [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name not in known]
-    return "; ".join([*parts, f"seed {settings['seed']}", record.provenance.where()])
+    if settings["scored_in"] != "fp32":
+        parts.append(f"scored in {settings['scored_in']}")
+    return "; ".join([*parts, record.provenance.where()])
+
+
+def _with_seeds(places: Mapping[str, Sequence[int]]) -> str:
+    """`lot-32 calibrated (seeds 0, 1), lot-64 calibrated (seed 0)`."""
+    return ", ".join(
+        f"{place} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for place, seeds in places.items()
+    )
 
 
 def _errors(cell: Cell) -> str:
     mean = sum(cell.errors.values()) / len(cell.errors)
     each = ", ".join(f"{error:.3f}" for error in cell.errors.values())
-    return f"{cell.variant}: relative output error of a layer {mean:.3f}; by depth {each}."
+    return f"{cell.variant}, seed {cell.seed}: relative output error of a layer {mean:.3f}; by depth {each}."

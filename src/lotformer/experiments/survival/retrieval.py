@@ -93,7 +93,8 @@ class RetrievalTask:
         asked = self._embed(model, [self.set.queries[name] for name in queries])
         judged = self.set.relevance["test"]
         relevance = torch.tensor([[judged[q].get(d, 0.0) for d in self.searched] for q in queries])
-        pairs = self.pairs.embed(model, self.tokenizer, max_length=self.settings.max_length)
+        with self.settings.products():
+            pairs = self.pairs.embed(model, self.tokenizer, max_length=self.settings.max_length)
         everything = torch.cat([found, asked, pairs.flatten(0, 1)])
         self.reference = everything if self.reference is None else self.reference
         return {
@@ -103,7 +104,8 @@ class RetrievalTask:
         }
 
     def _embed(self, model: nn.Module, texts: list[str]) -> Tensor:
-        return embed(model, self.tokenizer, texts, batch_size=16, max_length=self.settings.max_length)
+        with self.settings.products():
+            return embed(model, self.tokenizer, texts, batch_size=16, max_length=self.settings.max_length)
 
 
 def _spread(texts: list[str], count: int) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..._settings import setting
 from ...data.checkpoints import save_like
 from ...data.text import embed, load_tokenizer, text_batches
-from ...data.translation.corpora import multi30k
+from ...data.translation.corpora import multi30k, multi30k_files
 from ...results.cells import Listener
 from ..translation.scoring import require_sacrebleu, score
 from .protocol import Experiment, ProtocolSettings
@@ -50,6 +50,7 @@ class TranslationTask:
         self.checkpoint, self.settings = checkpoint, settings
         self.tokenizer = load_tokenizer(checkpoint)
         corpus = multi30k(folder, settings.source, settings.target)
+        self.files = multi30k_files(folder, settings.source, settings.target)
         self.test = corpus.test[: settings.sentences]
         tested = {ours for ours, _ in corpus.test}
         self.pool = [ours for ours, _ in corpus.train if ours not in tested]
@@ -88,11 +89,14 @@ class TranslationTask:
             listen("translating", start, len(order))
             chunk = order[start : start + 32]
             batch = self.tokenizer([sources[i] for i in chunk], padding=True, return_tensors="pt")
-            made = model.generate(**batch, num_beams=self.settings.beams, max_new_tokens=self.settings.max_length)
+            with self.settings.products():
+                made = model.generate(**batch, num_beams=self.settings.beams, max_new_tokens=self.settings.max_length)
             for i, text in zip(chunk, self.tokenizer.batch_decode(made, skip_special_tokens=True), strict=True):
                 found[i] = text
         counted = score(found, [theirs for _, theirs in self.test])
-        states = embed(self.body(model), self.tokenizer, sources, batch_size=32, max_length=self.settings.max_length)
+        encoder, length = self.body(model), self.settings.max_length
+        with self.settings.products():
+            states = embed(encoder, self.tokenizer, sources, batch_size=32, max_length=length)
         self.reference = states if self.reference is None else self.reference
         cosine = float((states * self.reference).sum(-1).mean())
         return {"BLEU": counted.bleu, "chrF": counted.chrf, "cosine": cosine}

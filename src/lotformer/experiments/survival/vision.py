@@ -106,7 +106,9 @@ class VisionTask:
         found = []
         for start in range(0, len(files), 16):
             listen("scoring", start, len(files))
-            found.append(nn.functional.normalize(model(self._read(files[start : start + 16])), dim=-1))
+            with self.settings.products():
+                made = model(self._read(files[start : start + 16]))
+            found.append(nn.functional.normalize(made.float(), dim=-1))
         embeddings = torch.cat(found)
         self.reference = embeddings if self.reference is None else self.reference
         cosine = (embeddings * self.reference).sum(-1).mean()
