@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -48,6 +48,8 @@ problems = st.builds(
     seed=st.integers(0, 99),
 )
 TYPICAL = Problem(size=5, grid=(9, 8), dim=64, value_dim=64)
+TEXT = Problem(kind="1d", size=5, prefix=0, grid=(1, 300), dim=32, value_dim=32)
+"""Few keys for each query: the kernel takes several queries at a time."""
 
 
 def build(p: Problem) -> tuple[NearKeys, dict[str, Tensor], dict[str, Any]]:
@@ -92,6 +94,8 @@ def run(near: NearKeys, x: dict[str, Tensor], rest: dict[str, Any], dtype: torch
 
 @given(problems)
 @example(TYPICAL)
+@example(TEXT)
+@example(replace(TEXT, prefix=2, masked=True, dim=37, value_dim=50))
 @example(Problem(grid=(33, 31), masked=True))
 def test_values_and_gradients_agree_with_the_definition(p: Problem) -> None:
     near, x, rest = build(p)
@@ -102,22 +106,23 @@ def test_values_and_gradients_agree_with_the_definition(p: Problem) -> None:
 @pytest.mark.parametrize("isa", cpu.instruction_sets())
 def test_every_instruction_set_agrees(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOTFORMER_CPU_ISA", isa)
-    for p in (TYPICAL, Problem(kind="1d", size=5, dim=19, value_dim=21, masked=True)):
+    for p in (TYPICAL, TEXT, replace(TEXT, size=3, masked=True), replace(TEXT, dim=19, value_dim=21, masked=True)):
         near, x, rest = build(p)
         assert_agrees(run(near, x, rest, torch.float32), run(near, x, rest, torch.float64), 1e-5)
 
 
 def test_bf16_is_as_good_as_its_numbers() -> None:
-    for p in (TYPICAL, Problem(dim=19, value_dim=5, masked=True)):
+    for p in (TYPICAL, TEXT, Problem(dim=19, value_dim=5, masked=True)):
         near, x, rest = build(p)
         x = {name: t.bfloat16().double() for name, t in x.items()}
         got = {name: t.float() for name, t in run(near, x, rest, torch.bfloat16).items()}
         assert_agrees(got, run(near, x, rest, torch.float64), 1e-2)
 
 
+@pytest.mark.parametrize("p", [Problem(masked=True, prefix=2), replace(TEXT, masked=True, prefix=2)])
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30])
-def test_the_contents_of_padding_never_matter(junk: float) -> None:
-    near, x, rest = build(Problem(masked=True, prefix=2))
+def test_the_contents_of_padding_never_matter(junk: float, p: Problem) -> None:
+    near, x, rest = build(p)
     clean = run(near, x, rest, torch.float32)
     masks = {"q": rest["query_mask"], "k": rest["key_mask"], "v": rest["key_mask"]}
     dirty = {name: t.masked_fill(~masks[name][:, None, :, None], junk) for name, t in x.items()}
@@ -139,10 +144,11 @@ def test_a_query_without_a_key_reads_nothing() -> None:
         assert found["share"][0, :, 5].min() > 0
 
 
+@pytest.mark.parametrize("p", [Problem(batch=3, grid=(20, 30), size=5, masked=True), replace(TEXT, batch=3)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_is_its_samples_one_by_one(threads: int) -> None:
+def test_a_batch_is_its_samples_one_by_one(threads: int, p: Problem) -> None:
     torch.set_num_threads(threads)
-    near, x, rest = build(Problem(batch=3, grid=(20, 30), size=5, masked=True))
+    near, x, rest = build(p)
     x = {name: t.float() for name, t in x.items()}
     together = run(near, x, rest, torch.float32)
     for b in range(3):
@@ -150,6 +156,17 @@ def test_a_batch_is_its_samples_one_by_one(threads: int) -> None:
         alone = run(near, {name: t[b : b + 1] for name, t in x.items()}, own, torch.float32)
         for name in ("out", "share"):
             assert torch.equal(alone[name], together[name][b : b + 1]), name
+
+
+def test_padding_behind_a_text_changes_nothing() -> None:
+    near, x, rest = build(TEXT)
+    longer = {name: torch.cat([t, torch.full_like(t[:, :, :21], float("nan"))], 2).float() for name, t in x.items()}
+    mask = torch.arange(321).expand(2, -1) < 300
+    out, share = near(**longer, key_mask=mask, query_mask=mask, grid=(1, 321))
+    alone, alone_share = near(**{name: t.float() for name, t in x.items()}, **rest)
+    # the mean key and the number of keys are sums over other lengths: equal to rounding
+    torch.testing.assert_close(out[:, :, :300], alone, rtol=0, atol=0)
+    torch.testing.assert_close(share[:, :, :300], alone_share)
 
 
 def test_memory_that_overlaps_is_read() -> None:

@@ -71,9 +71,29 @@ static void dot_all(const T* x, const T* const* rows, int count, int width, floa
   }
 }
 
-// to = scale Σ_t weight_t row_t, after what is there if ADD.
+// Lane t of the result is x_t · y_t, for W pairs of rows.
+template <class X, class Y>
+LOT_INLINE V dot_pairs(const X* const* x, const Y* const* y, int width) {
+  V sum[W];
+#pragma GCC unroll 16
+  for (int t = 0; t < W; t++) sum[t] = V{};
+  int d = 0;
+  for (; d + W <= width; d += W)
+#pragma GCC unroll 16
+    for (int t = 0; t < W; t++) sum[t] += load(x[t] + d) * load(y[t] + d);
+  for (int t = 0; d < width && t < W; t++) {
+    V a{}, b{};
+    load_part(x[t] + d, width - d, a);
+    load_part(y[t] + d, width - d, b);
+    sum[t] += a * b;
+  }
+  return reduce<Add>(sum);
+}
+
+// to = scale Σ_t weight_t row_t, after what is there if ADD; weights and rows are `step` places apart.
 template <bool ADD = false, class T, class To>
-static void weigh_all(const float* weight, const T* const* rows, int count, int width, float scale, To* to) {
+static void weigh_all(const float* weight, const T* const* rows, int count, int width, float scale, To* to,
+                      int step = 1) {
   each_panel(
       width,
       [&](int d, auto n) {
@@ -82,9 +102,9 @@ static void weigh_all(const float* weight, const T* const* rows, int count, int 
 #pragma GCC unroll 4
         for (int v = 0; v < N; v++) sum[v] = V{};
         for (int t = 0; t < count; t++) {
-          const V w = splat(weight[t]);
+          const V w = splat(weight[t * step]);
 #pragma GCC unroll 4
-          for (int v = 0; v < N; v++) sum[v] += w * load(rows[t] + d + v * W);
+          for (int v = 0; v < N; v++) sum[v] += w * load(rows[t * step] + d + v * W);
         }
 #pragma GCC unroll 4
         for (int v = 0; v < N; v++) store(to + d + v * W, (ADD ? load(to + d + v * W) : V{}) + sum[v] * scale);
@@ -93,8 +113,8 @@ static void weigh_all(const float* weight, const T* const* rows, int count, int 
         V sum{}, old{};
         for (int t = 0; t < count; t++) {
           V b{};
-          load_part(rows[t] + d, left, b);
-          sum += weight[t] * b;
+          load_part(rows[t * step] + d, left, b);
+          sum += weight[t * step] * b;
         }
         if (ADD) load_part(to + d, left, old);
         store_part(to + d, left, old + sum * scale);
