@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
 
 import lotformer
 from lotformer.conversion import recipe
-from lotformer.conversion.hosts.sites import converted
+from lotformer.conversion.hosts.sites import converted, mechanism_of
+from lotformer.conversion.recipe import Recipe
 
 _SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
 _TEXT = {
@@ -97,3 +100,71 @@ def test_a_plain_checkpoint_loads_with_lot_attention_where_it_can(kind, tmp_path
     assert [name for name, _ in converted(model)] == [layer.name for layer in report.converted]
     assert recipe(model) == recipe(original)
     assert all(x.isfinite().all() for x in outputs(model))
+
+
+def windows(model) -> dict[str, set[tuple[str | None, int]]]:
+    """By tower, the windows of its layers and how many special tokens they read."""
+    found: dict[str, set[tuple[str | None, int]]] = {}
+    for name, module in converted(model):
+        lot = mechanism_of(module)
+        kind = None if lot.near is None else lot.near.kind
+        found.setdefault("image" if "vision" in name else "text", set()).add((kind, lot.prefix_tokens))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "special", "causal"), [("SiglipModel", 0, False), ("AltCLIPModel", 1, False), ("CLIPModel", 1, True)]
+)
+def test_each_tower_reads_the_tokens_near_its_own(kind, special, causal, tmp_path):
+    model = build(kind)
+    report = lotformer.convert(model, rank=5)
+    expected = {"image": {("2d", special)}} | ({} if causal else {"text": {("1d", 0)}})
+    assert windows(model) == expected
+    assert set(report.towers) == (set() if causal else {"text", "image"})
+    assert causal or "where image is read: window='2d'" in str(report)
+    model.save_pretrained(tmp_path)
+    assert windows(type(model).from_pretrained(tmp_path)) == expected
+    plain = build(kind)
+    plain.save_pretrained(tmp_path / "plain")
+    assert windows(type(plain).from_pretrained(tmp_path / "plain", attn_implementation="lot")) == expected
+
+
+def test_what_is_asked_for_holds_in_both_towers():
+    model = build("SiglipModel")
+    report = lotformer.convert(model, rank=5, window=None, prefix_tokens=0, window_size=3)
+    assert windows(model) == {"text": {(None, 0)}, "image": {(None, 0)}}
+    assert report.towers == {}
+    lotformer.revert(model)
+    lotformer.convert(model, rank=5, window_size=3)
+    assert {mechanism_of(module).near.size for _, module in converted(model)} == {3}
+
+
+def test_both_towers_can_be_taught(tmp_path):
+    model = build("SiglipModel")
+    lotformer.convert(model, rank=5)
+    batches = [{"input_ids": torch.randint(3, 60, (2, 9)), "pixel_values": torch.randn(2, 3, 20, 20)} for _ in range(3)]
+    before = {name: p.clone() for name, p in model.named_parameters() if ".mechanism." in name}
+    lotformer.calibrate(model, batches, steps=2, checkpoint=tmp_path / "run")
+    moved = {
+        name.partition(".")[0] for name, p in model.named_parameters() if name in before and (p != before[name]).any()
+    }
+    assert moved == {"text_model", "vision_model"}
+
+
+@pytest.mark.parametrize(
+    ("towers", "message"),
+    [
+        ("window", "tables of options"),
+        ({"text": "1d"}, "tables of options"),
+        ({"sound": {"window": "1d"}}, "reads text or image"),
+        ({"text": {"window": "3d"}}, "window must be"),
+        ({"image": {"windows": "2d"}}, "windows"),
+    ],
+)
+def test_towers_from_strangers_are_checked(towers, message):
+    model = build("SiglipModel")
+    lotformer.convert(model, rank=5)
+    written = recipe(model).to_dict()
+    assert Recipe.from_dict(json.loads(json.dumps(written))) == recipe(model)
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict({**written, "towers": towers})

@@ -15,9 +15,8 @@ from ..nn.key_masses import KeyMassKind
 from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
-from .hosts.grids import patches_before
 from .hosts.sites import Site, Skipped, converted, require_unfolded
-from .hosts.special_tokens import reads_text, special_tokens
+from .hosts.tokens import TokenKind, special_tokens, tokens_before
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer
@@ -64,7 +63,8 @@ def convert(
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, Hugging Face's text encoders `window="1d"`, both with `window_size=5`, and
             the former the `prefix_tokens` they have: tokens read their neighbours and such special tokens by softmax,
-            which trained models need more than anything else. `window=None, prefix_tokens=0` is transport alone.
+            which trained models need more than anything else. Models of two towers get each where it belongs.
+            `window=None, prefix_tokens=0` is transport alone.
 
     Returns:
         What was converted, what was left alone and why.
@@ -91,13 +91,14 @@ def convert(
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
-    near = _near(model, mechanism, sites, settings)
-    recipe = replace(recipe, options={**near, **settings})
+    near, towers = _near(model, mechanism, sites, settings)
+    recipe = replace(recipe, options={**near, **settings}, towers=towers)
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
     mechanisms = put_in(model, recipe, sites)
-    ours = near.get("window") == "2d" and before is not None  # a window that nobody asked for must work, too
+    chosen = (near, *towers.values())
+    ours = before is not None and any(part.get("window") == "2d" for part in chosen)  # not asked for: it must work, too
     try:
         after = probing.output(model, inputs, made_up=probe is None and not ours)
     except Exception as error:  # the user's batch must work, or nothing has happened
@@ -118,6 +119,7 @@ def convert(
         options=dict(recipe.options),
         layers=tuple(rows[name] for name in order),
         probe=probing.difference(before, after),
+        towers={tokens: dict(own) for tokens, own in recipe.towers.items()},
     )
 
 
@@ -165,7 +167,8 @@ def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
 def default_recipe(model: nn.Module, sites: Sequence[Located]) -> Recipe:
     """What `convert(model)` does to these sites without further arguments."""
     settings = _settings("lot", _defaults(), {})
-    return Recipe("lot", {**_near(model, "lot", sites, settings), **settings})
+    near, towers = _near(model, "lot", sites, settings)
+    return Recipe("lot", {**near, **settings}, towers=towers)
 
 
 def _defaults() -> dict[str, Any]:
@@ -196,25 +199,38 @@ def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, An
     return settings
 
 
-def _near(model: nn.Module, mechanism: str, sites: Sequence[Located], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What LOT reads by softmax unless told otherwise: special tokens, and a window of patches or along a text."""
-    if not takes(mechanism, "key_masses") or settings["key_masses"] == "uniform":
-        return {}
-    kinds = {_order(model, site) for _, site in sites}
-    if len(kinds) != 1:
-        return {}  # towers of texts and of images share one recipe, and no window suits both
-    window, special = kinds.pop()
-    return {"window": window, "window_size": 5, "prefix_tokens": special} if window is not None else {}
+_Options = dict[str, Any]
 
 
-def _order(model: nn.Module, site: Site) -> tuple[Literal["1d", "2d"] | None, int]:
-    """How the tokens that reach a site lie, if that is known, and how many special ones always come first.
+def _near(
+    model: nn.Module, mechanism: str, sites: Sequence[Located], settings: Mapping[str, Any]
+) -> tuple[_Options, dict[TokenKind, _Options]]:
+    """What LOT reads by softmax unless told otherwise: special tokens, and a window of patches or along a text.
 
-    Texts may be padded on the left: no place in them is special.
+    Where layers differ in what reaches them, it is told by the kind of tokens, beside what was asked for.
     """
-    if patches_before(model, site.name) is not None:
-        return "2d", special_tokens(model, site.name)
-    return ("1d" if reads_text(model, site.name) else None), 0
+    if not takes(mechanism, "key_masses") or settings["key_masses"] == "uniform":
+        return {}, {}
+    found: dict[TokenKind | None, set[int]] = {}
+    for _, site in sites:
+        tokens = tokens_before(model, site.name)
+        # a text may be padded on the left: no place in it is special
+        found.setdefault(tokens, set()).add(special_tokens(model, site.name) if tokens == "image" else 0)
+    windows = {tokens: _window(tokens, *special) for tokens, special in found.items() if len(special) == 1}
+    if len(found) == 1:
+        return next(iter(windows.values()), {}), {}
+    towers = {
+        tokens: {name: value for name, value in near.items() if name not in settings}
+        for tokens, near in windows.items()
+        if tokens is not None
+    }
+    return {}, {tokens: near for tokens, near in towers.items() if near}
+
+
+def _window(tokens: TokenKind | None, special: int) -> _Options:
+    if tokens is None:
+        return {}
+    return {"window": "2d" if tokens == "image" else "1d", "window_size": 5, "prefix_tokens": special}
 
 
 def choose(

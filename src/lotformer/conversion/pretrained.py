@@ -28,6 +28,7 @@ from .api import choose, default_recipe
 from .hosts import configs
 from .hosts.huggingface import register
 from .hosts.sites import MECHANISM, Site, converted, record_of
+from .hosts.tokens import tokens_before
 from .recipe import Recipe
 from .swapping import Located, build_on_meta, put_in, remove, supply_grids
 
@@ -81,7 +82,6 @@ def restore(model: PreTrainedModel) -> None:
             return
         sites = _every_site(model)
         recipe = default_recipe(model, sites)
-        _forget_other_recipes(recipe, sites)
     else:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
@@ -93,6 +93,7 @@ def restore(model: PreTrainedModel) -> None:
         every = [(host, item) for host, item in hosts.find(model, frozenset(recipe.layers)) if isinstance(item, Site)]
         sites = [(host, site) for host, site in every if recipe.names(site.name)]
         _require_named(model, recipe, [site.name for _, site in every if not recipe.names(site.name)])
+    _forget_other_choices(model, recipe, sites)
     fresh = [(host, site) for host, site in sites if record_of(site.module) is None]
     if fresh:
         _require_fit(model, recipe, fresh)
@@ -102,11 +103,14 @@ def restore(model: PreTrainedModel) -> None:
         configs.settle(model)
 
 
-def _forget_other_recipes(recipe: Recipe, sites: list[Located]) -> None:
+def _forget_other_choices(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
     """What a part has chosen for itself when it was built, without knowing what stands before it: patches, a tower."""
     for _, site in sites:
         record = record_of(site.module)
-        if record is not None and record.recipe != recipe:
+        if record is None:
+            continue
+        chosen, now = record.recipe.options_for(record.tokens), recipe.options_for(tokens_before(model, site.name))
+        if chosen != now or (record.recipe.mechanism, record.recipe.towers) != (recipe.mechanism, recipe.towers):
             remove(site.module)
 
 
@@ -141,7 +145,7 @@ def _require_named(model: PreTrainedModel, recipe: Recipe, others: list[str]) ->
 def _require_fit(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
     """The mechanisms of a recipe have the shapes of the weights beside it. Compared before anything is allocated."""
     shapes = _shapes(model)
-    for site, mechanism in build_on_meta(recipe, sites).items():
+    for site, mechanism in build_on_meta(model, recipe, sites).items():
         for part, tensor in mechanism.state_dict().items():
             end = f"{site}.{MECHANISM}.{part}"
             for name, shape in shapes.items():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from .hosts.sites import record_of, require_converted
+from .hosts.tokens import TokenKind
 from .schema import checked_options
 
 VERSION = 1
@@ -22,6 +23,9 @@ class Recipe:
     Attributes:
         mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments.
         layers: names of the converted attention modules, as `model.named_modules()` gives them.
+        towers: options that differ where a model has layers of texts and of images: for layers that "text" reaches,
+            and for those that "image" patches reach. Found by what stands before a layer, not by its name, so that a
+            tower loads from the checkpoint of both.
         folded: whether they are in their inference form (`lotformer.fold`).
 
     Raises:
@@ -32,15 +36,35 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     folded: bool = False
+    towers: Mapping[TokenKind, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", checked_options(self.mechanism, self.options))
+        for kind in self.towers:
+            if kind not in get_args(TokenKind):
+                raise ValueError(
+                    f"a tower of a lotformer recipe reads {' or '.join(get_args(TokenKind))}, got {kind!r}."
+                )
+        towers = {kind: checked_options(self.mechanism, options) for kind, options in self.towers.items()}
+        object.__setattr__(self, "towers", towers)
+
+    def options_for(self, tokens: TokenKind | None) -> dict[str, Any]:
+        """The options of a layer that such tokens reach; None where that is not known."""
+        return {**self.options, **(self.towers.get(tokens, {}) if tokens is not None else {})}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold; `from_dict` reads it."""
-        options = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
-        written = {"version": VERSION, "mechanism": self.mechanism, "options": options, "layers": list(self.layers)}
-        return {**written, "folded": True} if self.folded else written
+        written = {
+            "version": VERSION,
+            "mechanism": self.mechanism,
+            "options": _written(self.options),
+            "layers": list(self.layers),
+        }
+        if self.folded:
+            written["folded"] = True
+        if self.towers:
+            written["towers"] = {kind: _written(options) for kind, options in self.towers.items()}
+        return written
 
     @classmethod
     def from_dict(cls, written: object) -> Recipe:
@@ -52,7 +76,7 @@ class Recipe:
                 f"a lotformer recipe of version {VERSION} is expected, got version {written.get('version')!r}: "
                 "the file is not a conversion, or was written by another version of lotformer."
             )
-        if written.keys() - {"folded"} != {"version", "mechanism", "options", "layers"}:
+        if written.keys() - {"folded", "towers"} != {"version", "mechanism", "options", "layers"}:
             raise ValueError(
                 f"a lotformer recipe holds version, mechanism, options and layers, got {', '.join(map(str, written))}."
             )
@@ -66,7 +90,10 @@ class Recipe:
         folded = written.get("folded", False)
         if not isinstance(folded, bool):
             raise ValueError(f"whether a lotformer recipe is folded must be true or false, got {folded!r}.")
-        return cls(mechanism, options, tuple(layers), folded)
+        towers = written.get("towers", {})
+        if not isinstance(towers, dict) or not all(isinstance(options, dict) for options in towers.values()):
+            raise ValueError(f"the towers of a lotformer recipe must be tables of options, got {towers!r}.")
+        return cls(mechanism, options, tuple(layers), folded, towers)
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
@@ -103,6 +130,10 @@ def recipe(model: nn.Module) -> Recipe:
                 "save the parts separately."
             )
     return replace(first, layers=tuple(name for name, _ in found))
+
+
+def _written(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def _is_tail(end: str, name: str) -> bool:

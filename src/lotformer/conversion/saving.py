@@ -80,7 +80,7 @@ def load(model: nn.Module, path: str | Path) -> None:
 
 def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], shapes: dict[str, Any]) -> None:
     """Every tensor of the converted model is in the file, in its shape, and nothing else is."""
-    mechanisms = build_on_meta(written, sites)
+    mechanisms = build_on_meta(model, written, sites)
     state = model.state_dict()
     if written.folded:
         state = _without_projections(model, sites)

@@ -16,15 +16,17 @@ from ..attention.unformed import Projections, why_too_coarse
 from . import hosts
 from .hosts.grids import Grids
 from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
+from .hosts.tokens import TokenKind, tokens_before
 from .recipe import Recipe
 
 Located = tuple[str, Site]
 """A site with the name of its host."""
 
 
-def build(recipe: Recipe, site: Site) -> Attention:
-    """The mechanism of a recipe, fresh, for one site."""
-    made = attention.build(recipe.mechanism, head_dim=site.head_dim, num_heads=site.num_heads, **dict(recipe.options))
+def build(recipe: Recipe, site: Site, tokens: TokenKind | None) -> Attention:
+    """The mechanism of a recipe, fresh, for one site and the tokens that reach it."""
+    options = recipe.options_for(tokens)
+    made = attention.build(recipe.mechanism, head_dim=site.head_dim, num_heads=site.num_heads, **options)
     if made.is_causal:
         option = attention.entry(recipe.mechanism).causal_only
         raise ValueError(
@@ -33,10 +35,10 @@ def build(recipe: Recipe, site: Site) -> Attention:
     return made
 
 
-def build_on_meta(recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attention]:
+def build_on_meta(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attention]:
     """The mechanisms of a recipe by the name of their site: shapes without memory, however large they claim to be."""
     with torch.device("meta"):
-        made = {site.name: build(recipe, site) for _, site in sites}
+        made = {site.name: build(recipe, site, tokens_before(model, site.name)) for _, site in sites}
     if recipe.folded:
         return {site.name: _folded(host, site.module, made[site.name]) for host, site in sites}
     return made
@@ -44,11 +46,13 @@ def build_on_meta(recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attenti
 
 def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[str, Attention]:
     """Give every site its mechanism; all are built before the first one is placed. Returns them by name."""
-    mechanisms = {site.name: build(recipe, site) for _, site in sites}
-    grids = Grids(model)
+    tokens = {site.name: tokens_before(model, site.name) for _, site in sites}
+    mechanisms = {site.name: build(recipe, site, tokens[site.name]) for _, site in sites}
+    unfolded, grids = replace(recipe, folded=False), Grids(model)
     for host, site in sites:
         mechanism = mechanisms[site.name]
-        install(site.module, mechanism, Record(host, replace(recipe, folded=False), grids.of(site.name, mechanism)))
+        record = Record(host, unfolded, tokens[site.name], grids.of(site.name, mechanism))
+        install(site.module, mechanism, record)
         if recipe.folded:
             fold_module(site.module)
     _tell_hosts(model, [(host, site.module) for host, site in sites], lambda host: host.attach)

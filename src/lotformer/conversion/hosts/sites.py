@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...attention.host_masks import key_mask_from
 from .grids import Grid
+from .tokens import TokenKind
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -43,10 +44,14 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Record:
-    """What a converted module remembers, so that the conversion can be described and undone."""
+    """What a converted module remembers, so that the conversion can be described and undone.
+
+    `tokens` is what reached it as far as could be told when it was converted.
+    """
 
     host: str
     recipe: Recipe
+    tokens: TokenKind | None
     grid: Grid | None = None
 
 

@@ -32,7 +32,7 @@ def identity(
         "settings": dict(settings),
         "mechanisms": {
             # sorted: a recipe that was read from a file may name its options in another order
-            name: f"{r.recipe.mechanism} {dict(sorted(r.recipe.options.items()))}"
+            name: f"{r.recipe.mechanism} {dict(sorted(r.recipe.options_for(r.tokens).items()))}"
             for name, r in layers.items()
             if r is not None
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,13 +27,17 @@ class Probe:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Layers converted and skipped, parameters added, and how much the output moved on a probe batch."""
+    """Layers converted and skipped, parameters added, and how much the output moved on a probe batch.
+
+    `towers` are options beside `options` where texts, or images, are read, in a model that reads both.
+    """
 
     model: str
     mechanism: str
     options: dict[str, Any]
     layers: tuple[Layer, ...]
     probe: Probe | None
+    towers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[Layer, ...]:
@@ -48,7 +52,9 @@ class ConversionReport:
         return sum(layer.parameters_added for layer in self.layers)
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        options = _spelled(self.options)
+        for tokens, own in self.towers.items():
+            options += f"; where {tokens} is read: {_spelled(own)}"
         lines = [
             f"{self.model}: {len(self.converted)} attention layers now use {self.mechanism!r} ({options}), "
             f"{self.parameters_added:,} parameters added"
@@ -61,3 +67,7 @@ class ConversionReport:
                 f"cosine {self.probe.cosine:.5f}"
             )
         return "\n".join(lines)
+
+
+def _spelled(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
+
+from .grids import patches_before
+
+TokenKind = Literal["text", "image"]
 
 _NAMES = ("cls_token", "class_embedding", "distillation_token", "dist_token", "register_tokens", "reg_token")
 
@@ -30,7 +36,14 @@ def _count(tokens: Tensor) -> int:
     return tokens.shape[-2] if tokens.dim() > 1 else 1
 
 
-def reads_text(model: nn.Module, name: str) -> bool:
+def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
+    """What the tokens are that reach the module called `name`: words, or patches on a grid; None if nobody says."""
+    if patches_before(model, name) is not None:
+        return "image"
+    return "text" if _reads_text(model, name) else None
+
+
+def _reads_text(model: nn.Module, name: str) -> bool:
     """Whether a Hugging Face model of texts encloses the module called `name`.
 
     The name of its main input is not enough: models of images that do not say theirs inherit that of texts.
