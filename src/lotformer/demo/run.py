@@ -15,7 +15,7 @@ from .._settings import Settings, setting
 from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
 from ..conversion.hosts.sites import mechanism_of, require_converted
-from ..conversion.learning.activations import Activations, LayerInput
+from ..conversion.learning.activations import Activations, Attended
 from ..conversion.learning.objectives import dense
 from ..conversion.measuring.couplings import CouplingQuality
 from ..conversion.measuring.fidelity import Fidelity, fidelity
@@ -198,7 +198,7 @@ def _look_inside(model: nn.Module, tokenizer: Any) -> list[Heads]:
             name, module = sites[layer]
             mechanism = mechanism_of(module)
             assert isinstance(mechanism, LOT)
-            activation: LayerInput = seen[0][name]
+            activation: Attended = seen[0][name]
             before = dense(SoftmaxAttention(mechanism.head_dim, mechanism.num_heads), activation)[0]
             head = int(before.sum(-2).amax(-1).argmax())
             after = dense(mechanism, activation)[0]

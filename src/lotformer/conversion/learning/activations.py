@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, call
+from ...training.precision import widened
 from ..hosts.sites import require_converted, substituted
 
 OnBatch = Callable[[int, int], None]
@@ -21,45 +23,71 @@ OnBatch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class LayerInput:
-    """Queries, keys and values `(B, H, N, D)` of one layer on one batch, its key mask `(B, N)` or None, and the
-    grid of its tokens where the host knows one."""
+class Attended:
+    """What one layer saw on one batch, and what softmax made of it.
+
+    Attributes:
+        q, k, v: `(B, H, N, D)`. mask: of the keys, `(B, N)`, or None. grid: of the tokens where the host knows one.
+        target: the output of softmax after the projection that follows, `(B, N, C)` in fp32 or wider.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
+    target: Tensor
+    mask: Tensor | None = None
     grid: tuple[int, int] | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.target
 
-def _moved(layer_input: LayerInput, device: torch.device) -> LayerInput:
+
+def projected(out: Tensor, projection: Tensor | None) -> Tensor:
+    """What attention `(B, H, N, D)` hands on, `(B, N, C)` in fp32 or wider; heads side by side without a projection."""
+    side_by_side = widened(out).transpose(1, 2).flatten(2)
+    return side_by_side if projection is None else side_by_side @ widened(projection).mT
+
+
+def _moved(seen: Attended, device: torch.device) -> Attended:
     """The same on another device, contiguous: views into larger buffers would hold more than they must."""
-    mask = layer_input.mask
-    q, k, v = (x.to(device).contiguous() for x in (layer_input.q, layer_input.k, layer_input.v))
-    return LayerInput(q, k, v, None if mask is None else mask.to(device), layer_input.grid)
-
-
-def _joined(before: LayerInput, now: LayerInput) -> LayerInput:
-    """One batch out of two: a layer that a model runs several times (ALBERT) has to serve all of them."""
-    q, k, v = (torch.cat(pair) for pair in ((before.q, now.q), (before.k, now.k), (before.v, now.v)))
-    if before.mask is None or now.mask is None:
-        return LayerInput(q, k, v, None, now.grid)  # the host passes one mask, or none, to all runs of a layer
-    return LayerInput(q, k, v, torch.cat((before.mask, now.mask)), now.grid)
+    q, k, v, target = (x.to(device).contiguous() for x in seen.tensors)
+    return Attended(q, k, v, target, None if seen.mask is None else seen.mask.to(device), seen.grid)
 
 
 class _Recorder(SoftmaxAttention):
-    """Softmax attention that notes what it was given."""
+    """Softmax attention that notes what it was given, and what it made of it."""
 
-    def __init__(self, mechanism: Attention, name: str, seen: dict[str, LayerInput]) -> None:
+    def __init__(self, mechanism: Attention, name: str, notes: dict[str, list[_Note]]) -> None:
         super().__init__(mechanism.head_dim, mechanism.num_heads)
         self.name = name
-        self.seen = seen
+        self.notes = notes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
                 query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
-        now, before = LayerInput(q, k, v, key_mask, grid), self.seen.get(self.name)
-        self.seen[self.name] = now if before is None else _joined(before, now)
-        return super().forward(q, k, v, key_mask, query_mask)
+        out = super().forward(q, k, v, key_mask, query_mask)
+        self.notes.setdefault(self.name, []).append(_Note(q, k, v, out, key_mask, grid))
+        return out
+
+
+class _Note(NamedTuple):
+    """One run of one layer."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    mask: Tensor | None
+    grid: tuple[int, int] | None
+
+
+def _attended(runs: list[_Note], projection: Tensor | None) -> Attended:
+    """One batch out of all runs of a layer: one that a model runs several times (ALBERT) has to serve all of them."""
+    masks = [run.mask for run in runs if run.mask is not None]
+    q, k, v, out = (torch.cat(of_runs) for of_runs in zip(*(run[:4] for run in runs), strict=True))
+    # the host passes one mask, or none, to all runs of a layer
+    mask = torch.cat(masks) if len(masks) == len(runs) else None
+    return Attended(q, k, v, projected(out, projection), mask, runs[-1].grid)
 
 
 class Activations:
@@ -85,7 +113,7 @@ class Activations:
     ) -> None:
         self.names = [name for name, _ in require_converted(model)]
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        self._kept: dict[int, dict[str, LayerInput] | Path] = {}
+        self._kept: dict[int, dict[str, Attended] | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
         self._device = torch.device("cpu")
@@ -104,13 +132,13 @@ class Activations:
             for module, training in modes.items():
                 module.training = training
 
-    def __getitem__(self, index: int) -> dict[str, LayerInput]:
+    def __getitem__(self, index: int) -> dict[str, Attended]:
         kept = self._kept[index]
         if isinstance(kept, Path):
-            kept = {name: LayerInput(*tensors) for name, tensors in torch.load(kept, weights_only=True).items()}
+            kept = {name: Attended(*parts) for name, parts in torch.load(kept, weights_only=True).items()}
         if self._device.type == "cpu":
             return kept
-        return {name: _moved(layer_input, self._device) for name, layer_input in kept.items()}
+        return {name: _moved(seen, self._device) for name, seen in kept.items()}
 
     def __enter__(self) -> Activations:
         return self
@@ -127,29 +155,30 @@ class Activations:
             self._folder.cleanup()
 
     @torch.no_grad()
-    def _record(self, model: nn.Module, batch: Batch) -> dict[str, LayerInput]:
-        seen: dict[str, LayerInput] = {}
-        hooks = [] if self._kept else self._watch_projections(model, seen)
+    def _record(self, model: nn.Module, batch: Batch) -> dict[str, Attended]:
+        notes: dict[str, list[_Note]] = {}
+        hooks = [] if self._kept else self._watch_projections(model, notes)
         try:
-            with substituted(model, lambda name, mechanism: _Recorder(mechanism, name, seen)):
+            with substituted(model, lambda name, mechanism: _Recorder(mechanism, name, notes)):
                 call(model, batch)
         finally:
             for hook in hooks:
                 hook.remove()
-        missing = [name for name in self.names if name not in seen]
+        missing = [name for name in self.names if name not in notes]
         if missing:
             raise ValueError(f"the model ran a batch without using {missing[0]!r}: check the inputs.")
-        return seen
+        return {name: _attended(runs, self.projections[name]) for name, runs in notes.items()}
 
     def _watch_projections(
-        self, model: nn.Module, seen: dict[str, LayerInput]
+        self, model: nn.Module, notes: dict[str, list[_Note]]
     ) -> list[torch.utils.hooks.RemovableHandle]:
         """The output projection of a layer is the first linear map that runs after its attention."""
 
         def note(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if seen and isinstance(linear, nn.Linear):
-                last = next(reversed(seen))
-                width = seen[last].v.shape[1] * seen[last].v.shape[3]
+            if notes and isinstance(linear, nn.Linear):
+                last = next(reversed(notes))
+                value = notes[last][-1].v
+                width = value.shape[1] * value.shape[3]
                 if self.projections[last] is None and inputs[0].shape[-1] == width and last not in watched:
                     self.projections[last] = linear.weight.detach()
                 watched.add(last)
@@ -157,10 +186,10 @@ class Activations:
         watched: set[str] = set()
         return [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
 
-    def _keep(self, index: int, seen: dict[str, LayerInput]) -> None:
+    def _keep(self, index: int, seen: dict[str, Attended]) -> None:
         self._device = next(iter(seen.values())).q.device
-        seen = {name: _moved(layer_input, torch.device("cpu")) for name, layer_input in seen.items()}
-        size = sum(x.nbytes for i in seen.values() for x in (i.q, i.k, i.v))
+        seen = {name: _moved(layer, torch.device("cpu")) for name, layer in seen.items()}
+        size = sum(x.nbytes for layer in seen.values() for x in layer.tensors)
         if size <= self._free:
             self._free -= size
             self._kept[index] = seen
@@ -168,5 +197,5 @@ class Activations:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="lotformer-activations-")
         path = Path(self._folder.name) / f"{index:06d}.pt"
-        torch.save({name: (i.q, i.k, i.v, i.mask, i.grid) for name, i in seen.items()}, path)
+        torch.save({name: (*layer.tensors, layer.mask, layer.grid) for name, layer in seen.items()}, path)
         self._kept[index] = path

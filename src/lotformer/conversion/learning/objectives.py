@@ -13,7 +13,7 @@ from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch
 from ...training.precision import widened
 from ..hosts.sites import mechanism_of, require_converted
-from .activations import Activations, LayerInput
+from .activations import Activations, Attended, projected
 
 Objective = Literal["output", "attention", "both"]
 
@@ -25,7 +25,7 @@ def check_objective(objective: str) -> None:
         raise ValueError(f"objective must be one of {', '.join(map(repr, get_args(Objective)))}, got {objective!r}.")
 
 
-def loss(mechanism: Attention, seen: LayerInput, projection: Tensor | None, objective: Objective) -> Tensor:
+def loss(mechanism: Attention, seen: Attended, projection: Tensor | None, objective: Objective) -> Tensor:
     """The objective of one layer on one batch, a scalar."""
     if objective == "output":
         return output_error(mechanism, seen, projection)
@@ -34,16 +34,11 @@ def loss(mechanism: Attention, seen: LayerInput, projection: Tensor | None, obje
     return output_error(mechanism, seen, projection) + _ATTENTION_SHARE * row_cross_entropy(mechanism, seen)
 
 
-def output_error(mechanism: Attention, seen: LayerInput, projection: Tensor | None) -> Tensor:
+def output_error(mechanism: Attention, seen: Attended, projection: Tensor | None) -> Tensor:
     """`‖(o − o*) Woᵀ‖² / ‖o* Woᵀ‖²`: the relative error as the rest of the model sees it, after the projection."""
-    student = widened(mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask, grid=seen.grid))
-    with torch.no_grad():
-        target = widened(_softmax(mechanism)(seen.q, seen.k, seen.v, seen.mask, seen.mask))
-    error, target = (x.transpose(1, 2).flatten(2) for x in (student - target, target))
-    if projection is not None:
-        weight = widened(projection).mT
-        error, target = error @ weight, target @ weight
-    return error.square().sum() / target.square().sum().clamp_min(1e-12)
+    student = mechanism(seen.q, seen.k, seen.v, seen.mask, seen.mask, grid=seen.grid)
+    error = projected(student, projection) - seen.target
+    return error.square().sum() / seen.target.square().sum().clamp_min(1e-12)
 
 
 @torch.no_grad()
@@ -57,7 +52,7 @@ def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float]:
         }
 
 
-def row_cross_entropy(mechanism: Attention, seen: LayerInput) -> Tensor:
+def row_cross_entropy(mechanism: Attention, seen: Attended) -> Tensor:
     """`−Σ_j A*_ij log A_ij`, mean over real rows: Hedgehog's distillation. Forms both matrices."""
     student = widened(dense(mechanism, seen))
     student = student.clamp_min(1e-8) / student.clamp_min(1e-8).sum(-1, keepdim=True)
@@ -70,7 +65,7 @@ def row_cross_entropy(mechanism: Attention, seen: LayerInput) -> Tensor:
     return (entropy * real).sum() / real.sum()
 
 
-def dense(mechanism: Attention, seen: LayerInput) -> Tensor:
+def dense(mechanism: Attention, seen: Attended) -> Tensor:
     """The matrix `(B, H, N, M)` a mechanism applies to its values, read off by giving it the identity."""
     length = seen.k.shape[2]
     identity = torch.eye(length, dtype=seen.v.dtype, device=seen.v.device).expand(*seen.k.shape[:2], length, length)
