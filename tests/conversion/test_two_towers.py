@@ -135,6 +135,9 @@ def test_what_is_asked_for_holds_in_both_towers():
     assert windows(model) == {"text": {(None, 0)}, "image": {(None, 0)}}
     assert report.towers == {}
     lotformer.revert(model)
+    towers = lotformer.convert(model, rank=5, window=None).towers
+    assert towers == {"text": {"prefix_tokens": 0}, "image": {"prefix_tokens": 0}}
+    lotformer.revert(model)
     lotformer.convert(model, rank=5, window_size=3)
     assert {mechanism_of(module).near.size for _, module in converted(model)} == {3}
 
@@ -168,3 +171,45 @@ def test_towers_from_strangers_are_checked(towers, message):
     assert Recipe.from_dict(json.loads(json.dumps(written))) == recipe(model)
     with pytest.raises(ValueError, match=message):
         Recipe.from_dict({**written, "towers": towers})
+
+
+def test_a_save_that_is_refused_changes_nothing(tmp_path):
+    """Towers that were converted one by one differ in their windows, which one recipe cannot hold."""
+    model = build("SiglipModel")
+    lotformer.convert(model.text_model, rank=5)
+    lotformer.convert(model.vision_model, rank=5)
+    before = outputs(model)
+    with pytest.raises(ValueError, match="different settings"):
+        model.save_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["SiglipModel", "AltCLIPModel"])
+def test_folded_towers_are_saved_and_loaded(kind, tmp_path):
+    model = build(kind)
+    lotformer.convert(model, rank=5, window=None, prefix_tokens=0, pivots="fixed")
+    lotformer.fold(model)
+    before = outputs(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert all(torch.equal(a, b) for a, b in zip(outputs(again), before, strict=True))
+
+
+def test_a_tower_keeps_its_patches_to_itself():
+    """Nothing says what reaches the attention beside it: no window is guessed."""
+
+    class Images(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch_embed = torch.nn.Conv2d(3, 24, 5, 5)
+            self.body = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(24, 3, 20, batch_first=True), 1)
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.body(self.patch_embed(pixels).flatten(2).mT)
+
+    texts = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(24, 3, 20, batch_first=True), 1)
+    model = torch.nn.ModuleDict({"vision": Images(), "texts": texts})
+    lotformer.convert(model, rank=5)
+    assert windows(model) == {"image": {("2d", 0)}, "text": {(None, 0)}}
+    assert model["texts"](torch.randn(2, 7, 24)).isfinite().all()
+    assert model["vision"](torch.randn(2, 3, 20, 15)).isfinite().all()

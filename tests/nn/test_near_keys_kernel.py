@@ -158,6 +158,16 @@ def test_a_batch_is_its_samples_one_by_one(threads: int, p: Problem) -> None:
             assert torch.equal(alone[name], together[name][b : b + 1]), name
 
 
+@pytest.mark.parametrize("isa", cpu.instruction_sets())
+def test_scores_of_any_size_are_compared(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them may lie below what stands for no score at all."""
+    monkeypatch.setenv("LOTFORMER_CPU_ISA", isa)
+    near, x, rest = build(TEXT)
+    x = {"q": -x["q"].abs() * 1e31, "k": x["k"].abs(), "v": x["v"]}
+    got = near(**{name: t.float() for name, t in x.items()}, **rest)[0]
+    torch.testing.assert_close(got.double(), near.double()(**x, **rest)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_padding_behind_a_text_changes_nothing() -> None:
     near, x, rest = build(TEXT)
     longer = {name: torch.cat([t, torch.full_like(t[:, :, :21], float("nan"))], 2).float() for name, t in x.items()}

@@ -219,8 +219,9 @@ def _near(
     windows = {tokens: _window(tokens, *special) for tokens, special in found.items() if len(special) == 1}
     if len(found) == 1:
         return next(iter(windows.values()), {}), {}
+    answered = {*settings, *(["window_size"] if settings.get("window", "") is None else [])}
     towers = {
-        tokens: {name: value for name, value in near.items() if name not in settings}
+        tokens: {name: value for name, value in near.items() if name not in answered}
         for tokens, near in windows.items()
         if tokens is not None
     }

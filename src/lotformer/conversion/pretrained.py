@@ -27,7 +27,7 @@ from . import hosts
 from .api import choose, default_recipe
 from .hosts import configs
 from .hosts.huggingface import register
-from .hosts.sites import MECHANISM, Site, converted, record_of
+from .hosts.sites import MECHANISM, Site, converted, is_folded, record_of
 from .hosts.tokens import tokens_before
 from .recipe import Recipe
 from .swapping import Located, build_on_meta, put_in, remove, supply_grids
@@ -48,7 +48,8 @@ def install() -> None:
 
     @functools.wraps(initialize)
     def initialize_mechanisms_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        initialize(self, module, *args, **kwargs)
+        if not is_folded(module):  # which lacks weights that its model would fill; what it has is filled part by part
+            initialize(self, module, *args, **kwargs)
         if isinstance(module, Attention) and not all(
             getattr(p, "_is_hf_initialized", False) for p in module.parameters()
         ):

@@ -31,6 +31,7 @@ from ..results.cells import CellFolder, Listener, Origin, Record
 from ..results.report import Report
 from ..results.sources import checkpoint_source, files_source
 from ..results.tables import Table
+from .forms import AWARE, NEAR, TRANSPORT
 
 NAME = "glue"
 
@@ -49,26 +50,22 @@ class Method:
     mechanism_lr: float = 5e-3
 
 
-_TRANSPORT = {"pivots": "fixed", "window": None, "balance": "both"}
-_AWARE = {"pivots": "input-aware", "window": None, "balance": "both"}
-_NEAR = {"balance": "both"}
-
 METHODS: dict[str, Method] = {
     "t2r": Method("t2r", None, mechanism_lr=1e-3),
     "t2r-hh": Method("t2r", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
     "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
-    "lot": Method("lot", "output", _TRANSPORT),
-    "lot-uniform": Method("lot", "output", {**_TRANSPORT, "key_masses": "uniform"}),
-    "lot-keys": Method("lot", "output", {**_TRANSPORT, "balance": "keys"}),
-    "lot-none": Method("lot", "output", {**_TRANSPORT, "balance": "none"}),
-    "lot-aware": Method("lot", "output", _AWARE),
-    "lot-aware-uniform": Method("lot", "output", {**_AWARE, "key_masses": "uniform"}),
-    "lot-aware-keys": Method("lot", "output", {**_AWARE, "balance": "keys"}),
-    "lot-aware-none": Method("lot", "output", {**_AWARE, "balance": "none"}),
-    "lot-near": Method("lot", "output", _NEAR),
+    "lot": Method("lot", "output", TRANSPORT),
+    "lot-uniform": Method("lot", "output", {**TRANSPORT, "key_masses": "uniform"}),
+    "lot-keys": Method("lot", "output", {**TRANSPORT, "balance": "keys"}),
+    "lot-none": Method("lot", "output", {**TRANSPORT, "balance": "none"}),
+    "lot-aware": Method("lot", "output", AWARE),
+    "lot-aware-uniform": Method("lot", "output", {**AWARE, "key_masses": "uniform"}),
+    "lot-aware-keys": Method("lot", "output", {**AWARE, "balance": "keys"}),
+    "lot-aware-none": Method("lot", "output", {**AWARE, "balance": "none"}),
+    "lot-near": Method("lot", "output", NEAR),
     "lot-near-keys": Method("lot", "output", {"balance": "keys"}),
     "lot-near-none": Method("lot", "output", {"balance": "none"}),
-    "lot-near-fixed": Method("lot", "output", {**_NEAR, "pivots": "fixed"}),
+    "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the

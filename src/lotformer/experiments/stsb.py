@@ -28,26 +28,23 @@ from ..results.cells import CellFolder, Listener, Origin, Record
 from ..results.report import Report
 from ..results.sources import checkpoint_source, files_source
 from ..results.tables import Table
+from .forms import AWARE, NEAR, TRANSPORT
 
 NAME = "stsb"
 
-_TRANSPORT = {"pivots": "fixed", "window": None, "balance": "both"}
-_AWARE = {"pivots": "input-aware", "window": None, "balance": "both"}
-_NEAR = {"balance": "both"}
-
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lot": _TRANSPORT,
-    "lot-uniform": {**_TRANSPORT, "key_masses": "uniform"},
-    "lot-keys": {**_TRANSPORT, "balance": "keys"},
-    "lot-none": {**_TRANSPORT, "balance": "none"},
-    "lot-aware": _AWARE,
-    "lot-aware-keys": {**_AWARE, "balance": "keys"},
-    "lot-aware-none": {**_AWARE, "balance": "none"},
-    "lot-near": _NEAR,
+    "lot": TRANSPORT,
+    "lot-uniform": {**TRANSPORT, "key_masses": "uniform"},
+    "lot-keys": {**TRANSPORT, "balance": "keys"},
+    "lot-none": {**TRANSPORT, "balance": "none"},
+    "lot-aware": AWARE,
+    "lot-aware-keys": {**AWARE, "balance": "keys"},
+    "lot-aware-none": {**AWARE, "balance": "none"},
+    "lot-near": NEAR,
     "lot-near-keys": {"balance": "keys"},
     "lot-near-none": {"balance": "none"},
-    "lot-near-fixed": {**_NEAR, "pivots": "fixed"},
-    "lot-near-cls": {**_NEAR, "prefix_tokens": 1},
+    "lot-near-fixed": {**NEAR, "pivots": "fixed"},
+    "lot-near-cls": {**NEAR, "prefix_tokens": 1},
 }
 """Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
 stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first

@@ -84,6 +84,24 @@ def test_seeds_are_cells_of_their_own_and_one_row(images, checkpoint, tmp_path):
     assert "lot-32 calibrated (seeds 0, 1)" in page
 
 
+def test_seeds_of_different_budgets_are_not_averaged(images, checkpoint, tmp_path):
+    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
+    first = dataclasses.replace(BRIEF, kept=(), finetune_steps=0, untaught=False)
+    vision.EXPERIMENT.run(task, out, ["lot-32"], first, {})
+    vision.EXPERIMENT.run(task, out, ["lot-32"], dataclasses.replace(first, seeds=(1,), calibration_steps=2), {})
+    page = vision.render(out).markdown()
+    assert page.count("| lot-32, calibrated |") == 2
+    assert " ± " not in page
+
+
+def test_something_must_stay_converted(images, checkpoint, tmp_path):
+    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
+    with pytest.raises(ValueError, match="the model has 2, got"):
+        vision.EXPERIMENT.run(task, out, ["lot-32"], dataclasses.replace(BRIEF, kept=(2,)), {})
+    with pytest.raises(ValueError, match="kept"):
+        dataclasses.replace(BRIEF, kept=(-1,))
+
+
 def test_models_may_be_scored_in_half_precision(images, checkpoint, tmp_path):
     exact, half = (
         vision.VisionTask(checkpoint, images, settings)

@@ -39,7 +39,15 @@ def settle(model: nn.Module) -> None:
     Attention modules have a copy of their own, which says "lot". Where every attention under a sub-model is converted,
     its config says "lot" too, and its layers get a mask of the keys instead of an N×N one. Everything else that shares
     a config keeps sharing one.
+
+    Raises:
+        ValueError: parts were converted with different settings, which one recipe cannot hold; nothing has changed.
     """
+    recipes = {
+        id(module): recipe(module).to_dict()
+        for module, _ in _holders(model)
+        if isinstance(module, PreTrainedModel) and converted(module)
+    }
     _put_back(model)
     touched = {id(c) for m, c in _holders(model) if converted(m)}
     if not touched:
@@ -59,9 +67,9 @@ def settle(model: nn.Module) -> None:
                 # the public setter would reach into sub-configs that unconverted parts share
                 mine._attn_implementation_internal = IMPLEMENTATION
         module.__dict__[_ORIGINAL], module.__dict__["config"] = config, mine
-        if isinstance(module, PreTrainedModel) and converted(module) and RECIPE not in mine.__dict__:
+        if id(module) in recipes and RECIPE not in mine.__dict__:
             # the outermost model that shares a config comes first, and its names are the ones written
-            setattr(mine, RECIPE, recipe(module).to_dict())
+            setattr(mine, RECIPE, recipes[id(module)])
             setattr(mine, _SAVED_KEY, SAVED)
         if role == "converted" and isinstance(module, PreTrainedModel):
             for _, layer in converted(module):

@@ -56,15 +56,26 @@ class Grids:
 
 
 def patches_before(model: nn.Module, name: str) -> nn.Conv2d | None:
-    """The convolution that makes the patches which reach the module called `name`: that of its nearest enclosure."""
+    """The convolution that makes the patches which reach the module called `name`: that of its nearest enclosure.
+
+    A tower beside the module keeps its patches to itself.
+    """
     while name:
         name = name.rpartition(".")[0]
         enclosure = model.get_submodule(name)
         for part_name, part in enclosure.named_modules():
-            if part_name.rpartition(".")[2].startswith("patch_embed"):
+            if part_name.rpartition(".")[2].startswith("patch_embed") and not _is_of_a_tower(enclosure, part_name):
                 convolutions = [m for m in part.modules() if isinstance(m, nn.Conv2d)]
                 if convolutions:
                     return convolutions[-1]
         if getattr(enclosure, "main_input_name", "pixel_values") != "pixel_values":
             return None  # the text half of a Hugging Face model; patches further out are not its own
     return None
+
+
+def _is_of_a_tower(enclosure: nn.Module, part: str) -> bool:
+    """Whether a part of a module lies in a child with attention of its own, which the patches are for."""
+    child, _, inner = part.partition(".")
+    return bool(inner) and any(
+        "Attention" in type(module).__name__ for module in enclosure.get_submodule(child).modules()
+    )

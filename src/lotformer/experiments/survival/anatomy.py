@@ -27,6 +27,7 @@ from ...results import figures
 from ...results.cells import CellFolder, Listener, Origin
 from ...results.report import Report
 from ...results.tables import Table
+from .protocol import ProtocolSettings
 from .vision import VisionSettings, VisionTask
 
 NAME = "conversion-anatomy"
@@ -169,7 +170,9 @@ def run(
     command: str = "",
 ) -> Anatomy:
     """Look, unless `out` holds what was seen already."""
-    plain = {name: list(x) if isinstance(x, tuple) else x for name, x in dataclasses.asdict(settings).items()}
+    about_learning = {field.name for field in dataclasses.fields(ProtocolSettings)}  # nothing is learned here
+    used = {name: x for name, x in dataclasses.asdict(settings).items() if name not in about_learning}
+    plain = {name: list(x) if isinstance(x, tuple) else x for name, x in used.items()}
     cells, origin = CellFolder(out, Anatomy, NAME, command), Origin(plain, sources)
     found = cells.find(_CELL, origin)
     if found is None:

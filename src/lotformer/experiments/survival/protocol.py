@@ -49,7 +49,7 @@ class ProtocolSettings(Settings):
     calibration_inputs: int = setting(256, "Unlabelled inputs to learn from.", at_least=2)
     calibration_steps: int = setting(150, "Steps of calibration.", at_least=1)
     untaught: bool = setting(True, "Score models that are converted and have learned nothing, too.")
-    kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.")
+    kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.", at_least=1)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
     finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
     finetune_layers: float = setting(1.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
@@ -58,7 +58,7 @@ class ProtocolSettings(Settings):
     seeds: tuple[int, ...] = setting((0,), "Random seeds, each with cells of its own.", at_least=0)
 
     def products(self) -> torch.autocast:
-        """For models that run to be scored; what is made of their outputs stays outside."""
+        """Around models that run to be scored; sums and products that scores are made of stay outside."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.scored_in == "bf16")
 
 
@@ -174,17 +174,19 @@ class Experiment:
         notes = [f"{_with_seeds(places)}: {text}." for text, places in budgets.items()]
         notes += [_errors(record.cell) for record in found if record.cell.stage == "calibrated"]
         commands = tuple(dict.fromkeys(record.provenance.command for record in found))
-        return Report(commands, (self.table([record.cell for record in found]),), tuple(notes))
+        return Report(commands, (self._table(found),), tuple(notes))
 
-    def table(self, cells: Sequence[Cell]) -> Table:
-        """A row for each variant and stage, the mean over its seeds; scores that can be are in percent, too."""
-        names = list(cells[0].softmax)
+    def _table(self, records: Sequence[Record]) -> Table:
+        """A row for each variant and stage, the mean over seeds with one budget; scores that can be in percent, too."""
+        softmax: dict[str, float] = records[0].cell.softmax
+        names = list(softmax)
         columns = ("variant, stage", *names, "residual,\nmax", "d.s. error,\nmean", "cosine\nexpected", "seconds")
-        rows = [("softmax", *(f"{cells[0].softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
-        alike: dict[tuple[str, str], list[Cell]] = {}
-        for cell in cells:
-            alike.setdefault((cell.variant, cell.stage), []).append(cell)
-        for (variant, stage), seeds in alike.items():
+        rows = [("softmax", *(f"{softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
+        alike: dict[tuple[str, str, str], list[Cell]] = {}
+        for record in records:
+            settings = {name: value for name, value in record.origin.settings.items() if name != "seed"}
+            alike.setdefault((record.cell.variant, record.cell.stage, repr(settings)), []).append(record.cell)
+        for (variant, stage, _), seeds in alike.items():
             residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
             errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
             rows.append(
@@ -221,7 +223,12 @@ class _Bench:
         torch.manual_seed(seed)
         begun = time.perf_counter()
         model = self.task.load().eval()
-        conversion.convert(self.task.body(model), variant if variant in OTHERS else "lot", **_options(variant))
+        body = self.task.body(model)
+        layers = conversion.convert(body, variant if variant in OTHERS else "lot", **_options(variant)).converted
+        if "calibrated" in origins and max(self.settings.kept, default=0) >= len(layers):
+            raise ValueError(
+                f"kept must leave layers converted: the model has {len(layers)}, got {self.settings.kept}."
+            )
         spent: float | None = time.perf_counter() - begun
         last: Cell | None = None
         for stage, origin in origins.items():

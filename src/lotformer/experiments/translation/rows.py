@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..forms import AWARE, NEAR, TRANSPORT
+
 
 @dataclass(frozen=True)
 class Row:
@@ -15,9 +17,8 @@ class Row:
     calibrated: bool = False
 
 
-_TRANSPORT = {"pivots": "fixed", "window": None}
 _PAPER = {
-    **_TRANSPORT,
+    **TRANSPORT,
     "rank": 32,
     "eps": 1.0,
     "solver": "sinkhorn",
@@ -31,10 +32,10 @@ ROWS: dict[str, Row] = {
     "sinkformer": Row("sinkformer"),
     "espformer": Row("espformer"),
     "lot": Row("lot", _PAPER, calibrated=True),
-    "lot-exact": Row("lot", _TRANSPORT, calibrated=True),
-    "lot-aware": Row("lot", {"window": None}, calibrated=True),
-    "lot-near": Row("lot", calibrated=True),
+    "lot-exact": Row("lot", TRANSPORT, calibrated=True),
+    "lot-aware": Row("lot", AWARE, calibrated=True),
+    "lot-near": Row("lot", NEAR, calibrated=True),
 }
 """`lot` is the paper's: 32 random pivots, ε = 1, five sweeps, uniform masses. `lot-exact` is transport at ε = 0.1,
-solved to rounding, with learned key masses; `lot-aware` the same with pivots that see the input; `lot-near`, what
-`lotformer.convert` makes, reads the nearest tokens by softmax as well."""
+solved to rounding, with learned key masses; `lot-aware` the same with pivots that see the input; `lot-near`
+reads the nearest tokens by softmax as well. All balance both sides."""

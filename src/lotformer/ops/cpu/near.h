@@ -3,7 +3,8 @@
 //   out_i = Σ_j w_ij v_j,   w_ij = exp(s_ij − total_i),   total_i = log Σ_j exp s_ij,   s_ij = scale · q_i·k_j
 //   share_i = σ(total_i − q_i·direction − offset)
 //
-// One token at a time: all it meets but a column of its window is in the first-level cache, where its neighbour left it.
+// One token at a time, but for few keys (near_few.h): all it meets but a column of its window is in the first-level cache,
+// where its neighbour left it.
 // Backward forms the scores anew, once for every query and, since windows are symmetric, once for every key. That is two
 // products of seven too many, but nothing of the size of the windows is kept, and every gradient is written once and in
 // one order, whatever the number of threads.
@@ -158,15 +159,17 @@ static void near_forward_of(const Near& c) {
     const Strip<T> out = strip<T>(c.out, head.b, head.h);
     const int64_t prefix = head.list_prefix();
     Sums sums;
-    const bool few = meets_few(c);
+    const int few = few_keys(c);
     for (int64_t i = first, t = 0; i < last;) {
-      const int run = few ? real_run(head, i, last) : 0;
-      if (run)
+      int run = few ? real_run(head, i, last) : 0;
+      if (run >= few && few) {
         near_few_queries(head, i, run, prefix, out, sums.peak + t, sums.sum + t, sums.rest + t);
-      else
+      } else {  // fewer queries than keys: a vector of keys is fuller
+        run = 1;
         near_query(head, i, prefix, out.at(i), sums.peak[t], sums.sum[t], sums.rest[t]);
-      i += most(run, 1);
-      t += most(run, 1);
+      }
+      i += run;
+      t += run;
     }
     sums.write(int(last - first), head.total + first, head.share + first);
   });

@@ -10,9 +10,10 @@ namespace {
 
 constexpr int kFewKeys = W / 2;  // beyond, a vector of the keys of one query wastes less
 
-// Whether a token meets so few keys along a sequence.
-LOT_INLINE bool meets_few(const Near& c) {
-  return c.columns >= c.length && c.prefix + 2 * c.reach_columns + 1 <= kFewKeys;
+// How many keys a token meets along a sequence, at most; none if they are many.
+LOT_INLINE int few_keys(const Near& c) {
+  const int64_t count = c.prefix + 2 * c.reach_columns + 1;
+  return c.columns >= c.length && count <= kFewKeys ? int(count) : 0;
 }
 
 // The keys of up to W queries, by columns.
@@ -68,10 +69,12 @@ static void near_few_queries(NearHead<T>& head, int64_t i, int queries, int64_t 
     q[t] = head.q.at(i + least(t, queries - 1));
     direction[t] = head.direction;
   }
-  V score[kFewKeys], largest = splat(kNothing), total{};
-  for (int j = 0; j < columns.count; j++) {
+  V score[kFewKeys], total{};
+  score[0] = dot_pairs(q, columns.k[0], c.dim);
+  V largest = score[0];
+  for (int j = 1; j < columns.count; j++) {
     score[j] = dot_pairs(q, columns.k[j], c.dim);
-    largest = vmax(largest, columns.weight[j] > 0.f ? score[j] : splat(kNothing));
+    largest = vmax(largest, score[j]);  // of stand-ins, too: those are among the query's keys
   }
   for (int j = 0; j < columns.count; j++) {
     columns.weight[j] = columns.weight[j] > 0.f ? vexp((score[j] - largest) * c.scale) : V{};

@@ -1,0 +1,13 @@
+"""Forms of LOT that several experiments compare, as options of `convert`.
+
+Everything that their names stand for is said, so that a cell means the same whatever the defaults of `convert` become.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TRANSPORT: dict[str, Any] = {"pivots": "fixed", "window": None, "balance": "both"}
+AWARE: dict[str, Any] = {**TRANSPORT, "pivots": "input-aware"}
+NEAR: dict[str, Any] = {"pivots": "input-aware", "balance": "both"}
+"""With the window that the tokens of the model suggest, which is a default."""
