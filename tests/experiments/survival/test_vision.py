@@ -71,7 +71,7 @@ def test_seeds_are_cells_of_their_own_and_one_row(images, checkpoint, tmp_path):
     """A second seed can be added later, with fewer stages; what is there is not made again."""
     task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
     first = vision.EXPERIMENT.run(task, out, ["lot-32"], BRIEF, {})
-    more = dataclasses.replace(BRIEF, seeds=(0, 1), untaught=False, kept=())
+    more = dataclasses.replace(BRIEF, seeds=(0, 1), first_stage="calibrated", kept=())
     cells = vision.EXPERIMENT.run(task, out, ["lot-32"], more, {})
     assert [(cell.seed, cell.stage) for cell in cells] == [
         (seed, stage) for seed in (0, 1) for stage in ("calibrated", "fine-tuned")
@@ -86,7 +86,7 @@ def test_seeds_are_cells_of_their_own_and_one_row(images, checkpoint, tmp_path):
 
 def test_seeds_of_different_budgets_are_not_averaged(images, checkpoint, tmp_path):
     task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
-    first = dataclasses.replace(BRIEF, kept=(), finetune_steps=0, untaught=False)
+    first = dataclasses.replace(BRIEF, kept=(), finetune_steps=0, first_stage="calibrated")
     vision.EXPERIMENT.run(task, out, ["lot-32"], first, {})
     vision.EXPERIMENT.run(task, out, ["lot-32"], dataclasses.replace(first, seeds=(1,), calibration_steps=2), {})
     page = vision.render(out).markdown()

@@ -48,7 +48,7 @@ class ProtocolSettings(Settings):
 
     calibration_inputs: int = setting(256, "Unlabelled inputs to learn from.", at_least=2)
     calibration_steps: int = setting(150, "Steps of calibration.", at_least=1)
-    untaught: bool = setting(True, "Score models that are converted and have learned nothing, too.")
+    first_stage: Literal["converted", "calibrated"] = setting("converted", "First stage that is scored.")
     kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.", at_least=1)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
     finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
@@ -334,7 +334,7 @@ def _place(out: Path, variant: str, seed: int) -> Path:
 def _described(settings: ProtocolSettings) -> dict[str, Any]:
     """The settings that results depend on; what says which cells to make is not among them."""
     described = dataclasses.asdict(settings)
-    return {name: value for name, value in described.items() if name not in ("seeds", "kept", "untaught")}
+    return {name: value for name, value in described.items() if name not in ("seeds", "kept", "first_stage")}
 
 
 def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
@@ -349,8 +349,8 @@ def _options(variant: str) -> dict[str, Any]:
 
 def _stages(variant: str, settings: ProtocolSettings) -> list[str]:
     learned = ["calibrated", *(f"kept-{count}" for count in settings.kept)] if variant in VARIANTS else []
-    converted = ["converted"] if settings.untaught or not (learned or settings.finetune_steps) else []
-    return [*converted, *learned, *(["fine-tuned"] if settings.finetune_steps else [])]
+    taught = [*learned, *(["fine-tuned"] if settings.finetune_steps else [])]
+    return taught if taught and settings.first_stage == "calibrated" else ["converted", *taught]
 
 
 def _order(cell: Cell) -> tuple[int, int, int, int]:
