@@ -92,6 +92,17 @@ def test_a_retriever(encoder, data, tmp_path):
     assert "nDCG@10" in retrieval.render(tmp_path / "out").markdown()
 
 
+def test_texts_as_long_as_documents_are_made_where_all_of_them_are_searched(encoder, data):
+    settings = retrieval.RetrievalSettings(calibration_inputs=8)
+    task = retrieval.RetrievalTask(encoder, data / "scifact", data, settings)
+    claims = {task.set.queries[f"q{i}"] for i in range(4, 12)}
+    assert len(task.learned_from) == len(set(task.learned_from)) == 8
+    short = [text for text in task.learned_from if text in claims]
+    assert len(short) == 4
+    assert all(len(text) > 5 * max(map(len, short)) for text in task.learned_from if text not in claims)
+    assert not any(text in task.learned_from for text in task.set.documents.values())
+
+
 def test_a_translator(translator, data, tmp_path):
     pytest.importorskip("sacrebleu")
     settings = translation.TranslationSettings(

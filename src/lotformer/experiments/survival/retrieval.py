@@ -30,6 +30,9 @@ EXPERIMENT = Experiment(
 NAME, render = EXPERIMENT.name, EXPERIMENT.render
 
 
+_STRUNG = 10  # claims that are about as long as an abstract
+
+
 @dataclass(frozen=True)
 class RetrievalSettings(ProtocolSettings):
     """Texts to learn from and to search among."""
@@ -67,15 +70,20 @@ class RetrievalTask:
 
     @cached_property
     def learned_from(self) -> list[str]:
-        """Half claims and half documents, each evenly spread; what there is too little of, the other makes up for."""
+        """Half claims and half documents that are not searched, each evenly spread.
+
+        Where there are too few of these, claims are strung together to the length of a document: a model that has seen
+        short texts alone is not ready for long ones.
+        """
         tested = {self.set.queries[name] for name in self.set.relevance["test"]} | set(self.pairs.texts)
         claims = [self.set.queries[name] for name in self.set.relevance["train"]]
         claims = [text for text in dict.fromkeys(claims) if text not in tested]
         searched = set(self.searched)
         documents = [text for name, text in self.set.documents.items() if name not in searched]
-        half = self.settings.calibration_inputs // 2
-        first = _spread(claims, max(half, self.settings.calibration_inputs - len(documents)))
-        return first + _spread(documents, self.settings.calibration_inputs - len(first))
+        count = self.settings.calibration_inputs
+        short = _spread(claims, count // 2)
+        long = _spread(documents, count - len(short))
+        return short + long + _strung(claims, count - len(short) - len(long))
 
     def batches(self) -> list[dict[str, Tensor]]:
         length = self.settings.max_length
@@ -106,6 +114,11 @@ class RetrievalTask:
     def _embed(self, model: nn.Module, texts: list[str]) -> Tensor:
         with self.settings.products():
             return embed(model, self.tokenizer, texts, batch_size=16, max_length=self.settings.max_length)
+
+
+def _strung(texts: list[str], count: int) -> list[str]:
+    """So many texts of several each, no two alike in their order."""
+    return [" ".join(texts[(i + 7 * j) % len(texts)] for j in range(_STRUNG)) for i in range(count if texts else 0)]
 
 
 def _spread(texts: list[str], count: int) -> list[str]:
