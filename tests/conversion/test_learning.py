@@ -357,11 +357,35 @@ class TestFinetuning:
         probe = batches(1)[0]
         before = (output(model, probe) - output(original, probe)).norm()
         tables = copy.deepcopy(model.embeddings.word_embeddings.weight)
-        report = lotformer.finetune(model, batches(), steps=30, lr=1e-3)
+        report = lotformer.finetune(model, batches(), steps=30, lr=1e-3, holdout=0.0)
         assert (output(model, probe) - output(original, probe)).norm() < before
         assert report.losses[-1] < report.losses[0]
         assert torch.equal(model.embeddings.word_embeddings.weight, tables)
         assert model.embeddings.word_embeddings.weight.requires_grad
+
+    def test_a_rate_that_is_too_high_leaves_the_model_as_it_was(self):
+        model = bert(solver="sinkhorn")
+        before = copy.deepcopy(model.state_dict())
+        report = lotformer.finetune(model, batches(), steps=6, lr=10.0, evaluate_every=2)
+        assert report.best_step == 0
+        assert report.held_before == report.held_after
+        assert "the model is as it was" in str(report)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_the_weights_that_did_best_on_held_back_batches_stay(self):
+        """The same batch over and over: what is learned holds for the one that is held back."""
+        model, data = bert(solver="sinkhorn"), batches(1) * 6
+        report = lotformer.finetune(model, data, steps=20, lr=1e-3, evaluate_every=5)
+        assert report.held_after < report.held_before
+        assert report.best_step in (5, 10, 15, 20)
+        assert f"kept the weights of step {report.best_step}" in str(report)
+        twin = bert(solver="sinkhorn")
+        again = lotformer.finetune(twin, data, steps=20, lr=1e-3, evaluate_every=20)
+        assert again.held_after >= report.held_after
+
+    def test_with_few_batches_or_a_task_nothing_is_held_back(self):
+        assert lotformer.finetune(bert(), batches(4), steps=2).held_before is None
+        assert lotformer.finetune(bert(), batches(), steps=2, holdout=0.0).best_step == 2
 
     def test_following_the_layers_brings_the_inputs_of_every_layer_closer(self):
         original, probe = SMALL["bert"].build(), batches(1)[0]
@@ -409,7 +433,7 @@ class TestHalfPrecision:
 
     def test_fine_tuning_keeps_small_steps(self):
         model = self.half()
-        lotformer.finetune(model, batches(), steps=30, lr=4e-4, mechanism_lr=4e-4)
+        lotformer.finetune(model, batches(), steps=30, lr=4e-4, mechanism_lr=4e-4, holdout=0.0)
         norms = [m.weight for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
         assert all((weight != 1).any() for weight in norms)
         assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())

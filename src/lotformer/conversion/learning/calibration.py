@@ -25,6 +25,7 @@ from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_un
 from ..measuring.forecast import Forecast, forecast
 from .activations import Activations, OnBatch
 from .exact_share import ExactShare
+from .held_back import apart, require_share
 from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
 
@@ -122,8 +123,7 @@ def calibrate(
         require_count(name, value)
     require_positive("lr", lr)
     for name, share in (("exact_share", exact_share), ("holdout", holdout)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")
+        require_share(name, share)
     settings = LoopSettings(steps, save_every=evaluate_every, seed=seed)
     if checkpoint is not None:
         check_writable(Path(checkpoint))
@@ -144,7 +144,8 @@ def calibrate(
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
     for batch in given:
         data.add(batch)
-    pool, held = _apart(len(given), holdout)
+    pool, held = apart(len(given), holdout)
+    held = held or pool  # too few to hold any back serve for both
     wanted = {*held, *_drawn(pool, seed, steps)}
     with (
         Activations(model, given, wanted, memory_limit=memory_limit, on_batch=on_batch) as cache,
@@ -250,14 +251,6 @@ class _Calibration:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         else:
             self.bad_measurements += 1
-
-
-def _apart(count: int, holdout: float) -> tuple[list[int], list[int]]:
-    """Indices of the batches to learn from and of those to measure on; too few to hold any back serve for both."""
-    held = min(round(holdout * count), count - 1) if count >= 5 else 0
-    chosen = {int((i + 0.5) * count / held) for i in range(held)}  # evenly spaced: batches often come sorted by length
-    pool = [i for i in range(count) if i not in chosen]
-    return pool, sorted(chosen) or pool
 
 
 def _drawn(pool: Sequence[int], seed: int, steps: int) -> list[int]:

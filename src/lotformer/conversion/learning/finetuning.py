@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, require_batches
-from ...nn.checks import require_positive
+from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import fingerprint
 from ...training.loop import Loop, LoopSettings, OnStep
@@ -25,6 +25,7 @@ from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates, ParamGroup
 from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded
 from .exact_share import ExactShare
+from .held_back import apart, require_share
 from .identity import identity
 
 TaskLoss = Callable[[Any, Batch], Tensor]
@@ -33,16 +34,31 @@ TaskLoss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True)
 class FinetuningReport:
-    """What fine-tuning did: the loss at every step, and how long it took."""
+    """What fine-tuning did.
+
+    Attributes:
+        losses: at every step. best_step: whose weights were kept; the last unless batches were held back.
+        held_before, held_after: the mean loss on the held-back batches, before and with the weights that were kept;
+            None if there are none.
+    """
 
     steps: int
     seconds: float
     losses: tuple[float, ...]
+    best_step: int
+    held_before: float | None = None
+    held_after: float | None = None
 
     def __str__(self) -> str:
         span = max(1, len(self.losses) // 10)
         first, last = (sum(part) / len(part) for part in (self.losses[:span], self.losses[-span:]))
-        return f"fine-tuned {self.steps} steps in {self.seconds:.0f} s: loss {first:.4f} → {last:.4f}"
+        said = f"fine-tuned {self.steps} steps in {self.seconds:.0f} s: loss {first:.4f} → {last:.4f}"
+        if self.held_before is None:
+            return said
+        if not self.best_step:
+            return f"{said}; on held-back batches it got worse, so the model is as it was: try smaller learning rates"
+        kept = f"kept the weights of step {self.best_step}"
+        return f"{said}; on held-back batches {self.held_before:.4f} → {self.held_after:.4f}, {kept}"
 
 
 def finetune(
@@ -60,6 +76,8 @@ def finetune(
     freeze_embeddings: bool = True,
     exact_share: float = 1.0,
     seed: int = 0,
+    holdout: float = 0.1,
+    evaluate_every: int = 50,
     checkpoint: str | Path | None = None,
     on_step: OnStep | None = None,
 ) -> FinetuningReport:
@@ -82,10 +100,15 @@ def finetune(
         exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly; the rest
             runs Sinkhorn sweeps, which is cheaper and worse.
         seed: of the order of batches and of dropout.
+        holdout: without `loss`, the share of the batches kept back to measure on, if there are five or more; the
+            weights that did best there (measured every `evaluate_every` steps) are the ones that stay, and those from
+            before if none did better: a rate that is too high costs time and nothing else.
         checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
             checkpoint is written every 100 steps.
     """
     settings = LoopSettings(steps, seed=seed)
+    require_share("holdout", holdout)
+    require_count("evaluate_every", evaluate_every)
     for name, value in (("lr", lr), ("mechanism_lr", mechanism_lr), ("weight_decay", weight_decay)):
         require_positive(name, value, or_zero=True)
     if checkpoint is not None:
@@ -100,25 +123,36 @@ def finetune(
         teacher = softmax_copy(model) if teacher is None else teacher
     start = time.perf_counter()
     solver = ExactShare([mechanism_of(module) for _, module in converted(model)], steps, exact_share)
-    work = _Finetuning(_Loss(model, teacher, loss, hidden_weight, layer_weight), solver)
+    pool, held = apart(len(batches), holdout if loss is None else 0.0)
     with _trainable(model, dropout=loss is not None, embeddings=not freeze_embeddings):
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         groups = _groups(model, lr, mechanism_lr, weight_decay)
+        work = _Finetuning(
+            _Loss(model, teacher, loss, hidden_weight, layer_weight),
+            solver,
+            [batches[index] for index in held],
+            [parameter for group in groups for parameter in group["params"]],
+            steps,
+            evaluate_every,
+        )
         file, begun = None, None
         if checkpoint is not None:
             chosen = {"lr": lr, "mechanism_lr": mechanism_lr, "weight_decay": weight_decay, "exact_share": exact_share}
             chosen |= {"hidden_weight": hidden_weight, "layer_weight": layer_weight, "labels": loss is not None}
             chosen |= {"freeze_embeddings": freeze_embeddings, **dataclasses.asdict(settings)}
+            chosen |= {"holdout": holdout, "evaluate_every": evaluate_every}
             taught = None if teacher is None else fingerprint(teacher.state_dict())
             described = identity("fine-tuning", model, chosen, weights, fingerprint(batches))
             file, begun = Checkpoint(checkpoint, {**described, "teacher": taught}), fingerprint(weights)
         updates = LocalUpdates(weights, groups, torch.optim.AdamW, clip=1.0, start=begun)
-        loop = Loop(settings, work, Shuffled(batches, seed), updates, file, on_step)
+        loop = Loop(settings, work, Shuffled([batches[index] for index in pool], seed), updates, file, on_step)
         try:
             loop.run()
         finally:
             solver.restore()
-    return FinetuningReport(loop.step, time.perf_counter() - start, tuple(loop.losses))
+        work.keep_best()
+    seconds = time.perf_counter() - start
+    return FinetuningReport(loop.step, seconds, tuple(loop.losses), work.best_step, work.held_before, work.held_after)
 
 
 def softmax_copy(model: nn.Module) -> nn.Module:
@@ -231,23 +265,59 @@ def _groups(model: nn.Module, lr: float, mechanism_lr: float, weight_decay: floa
 
 
 class _Finetuning:
-    """What the loop does when it fine-tunes: one loss; there is no state but the weights."""
+    """What the loop does when it fine-tunes: one loss, and which weights did best on the held-back batches so far."""
 
-    def __init__(self, loss_of: _Loss, solver: ExactShare) -> None:
-        self.loss_of, self.solver = loss_of, solver
+    def __init__(
+        self,
+        loss_of: _Loss,
+        solver: ExactShare,
+        held: Sequence[Batch],
+        trained: Sequence[nn.Parameter],
+        steps: int,
+        evaluate_every: int,
+    ) -> None:
+        self.loss_of, self.solver, self.held, self.trained = loss_of, solver, held, trained
+        self.steps, self.evaluate_every = steps, evaluate_every
+        self.best_step = 0
+        self.best: list[Tensor] = []
+        self.held_before: float | None = None
+        self.held_after: float | None = None
 
     def begin(self) -> None:
-        pass
+        self._measure(0)
 
     def losses(self, batch: Batch, step: int) -> Iterator[Tensor]:
         self.solver.at(step)
         yield self.loss_of(batch)
 
     def after(self, step: int) -> bool:
+        if step % self.evaluate_every == 0 or step == self.steps:
+            self._measure(step)
         return False
 
+    @torch.no_grad()
+    def keep_best(self) -> None:
+        for parameter, best in zip(self.trained, self.best, strict=False):  # without held-back batches there is none
+            parameter.copy_(best)
+
+    _STATE = ("best_step", "best", "held_before", "held_after")
+
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {name: getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        for name in self._STATE:
+            setattr(self, name, state[name])
+
+    @torch.no_grad()
+    def _measure(self, step: int) -> None:
+        if not self.held:
+            self.best_step = step
+            return
+        self.solver.restore()
+        value = sum(float(self.loss_of(batch)) for batch in self.held) / len(self.held)
+        if self.held_before is None:
+            self.held_before = value
+        if self.held_after is None or value < self.held_after:  # what is not a number is never the best
+            self.held_after, self.best_step = value, step
+            self.best = [parameter.detach().clone() for parameter in self.trained]

@@ -1,0 +1,15 @@
+"""Batches that are measured on and not learned from."""
+
+from __future__ import annotations
+
+
+def apart(count: int, holdout: float) -> tuple[list[int], list[int]]:
+    """Indices of the batches to learn from and of those to measure on: none if there are too few to hold any back."""
+    held = min(round(holdout * count), count - 1) if count >= 5 else 0
+    chosen = {int((i + 0.5) * count / held) for i in range(held)}  # evenly spaced: batches often come sorted by length
+    return [i for i in range(count) if i not in chosen], sorted(chosen)
+
+
+def require_share(name: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")
