@@ -413,6 +413,30 @@ class TestFinetuning:
         assert sum(report.losses[-6:]) < 0.5 * sum(report.losses[:6])
 
 
+class TestAutocast:
+    """`precision="bf16"`: products in bf16, everything else as it was."""
+
+    def test_fine_tuning_learns_nearly_the_same(self):
+        wide, narrow = bert(solver="sinkhorn"), bert(solver="sinkhorn")
+        expected = lotformer.finetune(wide, batches(), steps=10, lr=1e-4)
+        report = lotformer.finetune(narrow, batches(), steps=10, lr=1e-4, precision="bf16")
+        assert report.losses != expected.losses
+        torch.testing.assert_close(torch.tensor(report.losses), torch.tensor(expected.losses), rtol=0.1, atol=0)
+        assert all(parameter.dtype == torch.float32 for parameter in narrow.parameters())
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_an_autocast_around_it_stays(self):
+        """What the caller has chosen is not undone by the default."""
+        outside, inside = bert(solver="sinkhorn"), bert(solver="sinkhorn")
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = lotformer.finetune(outside, batches(), steps=1)
+        assert lotformer.finetune(inside, batches(), steps=1, precision="bf16").losses == expected.losses
+
+    def test_another_precision_is_refused(self):
+        with pytest.raises(ValueError, match=r'expected "fp32" or "bf16", got "?\'?fp16'):
+            lotformer.finetune(bert(), batches(), precision="fp16")
+
+
 class TestHalfPrecision:
     """Steps far below the spacing of bf16 numbers near 1 (0.004) add up instead of being rounded away."""
 
@@ -486,6 +510,8 @@ class TestBadInput:
         for name in ("holdout", "exact_share"):
             with pytest.raises(ValueError, match=f"{name} is a share"):
                 lotformer.calibrate(bert(), batches(), **{name: 2.0})
+        with pytest.raises(ValueError, match="warmup is a share"):
+            lotformer.finetune(bert(), batches(), warmup=10)
 
     def test_a_mechanism_without_parameters(self):
         model = SMALL["bert"].build()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +85,14 @@ class GlueSettings(Settings):
     max_swap_steps: int = setting(100_000, "Most steps with labels after the swap.", at_least=0)
     swap_lr: float = setting(2e-5, "Learning rate of the original weights with labels.", at_least=0)
     batch_size: int = setting(32, "Examples per step.", at_least=1)
+    precision: Literal["fp32", "bf16"] = setting("fp32", "Of products while all weights learn.")
     max_length: int = setting(128, "Longer texts are cut to this many tokens.", at_least=8)
     calibration_steps: int = setting(250, "Steps of calibration.", at_least=0)
     calibration_texts: int = setting(2560, "Examples to calibrate on.", at_least=1)
     seed: int = setting(0, "Random seed.")
 
 
-_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "max_length", "seed")
+_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "precision", "max_length", "seed")
 """The settings that the softmax model depends on: any way to convert may share it."""
 
 
@@ -247,7 +248,8 @@ def budget(record: Record, seeds: str = "") -> str:
             f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
         )
     seeds = seeds or f"seed {s['seed']}"
-    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens, {seeds}"
+    learned_in = "" if s["precision"] == "fp32" else f", learned in {s['precision']}"
+    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens{learned_in}, {seeds}"
     return f"{spent}; {sizes}; {record.provenance.where()}"
 
 
@@ -349,6 +351,7 @@ class _Bench:
             steps=self.settings.imitation_steps,
             lr=self.settings.imitation_lr,
             mechanism_lr=mechanism_lr,
+            precision=self.settings.precision,
             seed=self.settings.seed,
             checkpoint=self.cells.begin(name, self.origin, "imitation"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: {name} imitates softmax", now, total),
@@ -363,6 +366,7 @@ class _Bench:
             lr=lr,
             mechanism_lr=mechanism_lr,
             freeze_embeddings=False,
+            precision=self.settings.precision,
             seed=self.settings.seed,
             checkpoint=self.cells.begin(name, self._origin(name), "labels"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),

@@ -83,8 +83,8 @@ def test_a_retriever(encoder, data, tmp_path):
     )
     task = retrieval.RetrievalTask(encoder, data / "scifact", data, settings)
     scored = {task.set.queries[f"q{i}"] for i in range(4)} | {task.set.documents[name] for name in task.searched}
-    assert len(task.learned_from) == 8
-    assert not scored & set(task.learned_from)
+    assert len(task.learned_from(8)) == 8
+    assert not scored & set(task.learned_from(8))
     cells = retrieval.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], settings, {})
     assert [cell.stage for cell in cells] == STAGES
     assert set(cells[0].scores) == {"nDCG@10", "STS-B", "cosine"}
@@ -93,14 +93,23 @@ def test_a_retriever(encoder, data, tmp_path):
 
 
 def test_texts_as_long_as_documents_are_made_where_all_of_them_are_searched(encoder, data):
-    settings = retrieval.RetrievalSettings(calibration_inputs=8)
-    task = retrieval.RetrievalTask(encoder, data / "scifact", data, settings)
+    task = retrieval.RetrievalTask(encoder, data / "scifact", data, retrieval.RetrievalSettings())
     claims = {task.set.queries[f"q{i}"] for i in range(4, 12)}
-    assert len(task.learned_from) == len(set(task.learned_from)) == 8
-    short = [text for text in task.learned_from if text in claims]
+    texts = task.learned_from(8)
+    assert len(texts) == len(set(texts)) == 8
+    short = [text for text in texts if text in claims]
     assert len(short) == 4
-    assert all(len(text) > 5 * max(map(len, short)) for text in task.learned_from if text not in claims)
-    assert not any(text in task.learned_from for text in task.set.documents.values())
+    assert all(len(text) > 5 * max(map(len, short)) for text in texts if text not in claims)
+    assert not any(text in texts for text in task.set.documents.values())
+
+
+def test_a_collection_may_be_learned_from_without_what_is_asked_for(encoder, data):
+    settings = retrieval.RetrievalSettings(learned_documents="irrelevant")
+    task = retrieval.RetrievalTask(encoder, data / "scifact", data, settings)
+    relevant = {task.set.documents[name] for names in task.set.relevance["test"].values() for name in names}
+    learned = set(task.learned_from(24)) & set(task.set.documents.values())
+    assert relevant
+    assert learned == set(task.set.documents.values()) - relevant
 
 
 def test_a_translator(translator, data, tmp_path):
@@ -109,7 +118,7 @@ def test_a_translator(translator, data, tmp_path):
         calibration_inputs=6, calibration_steps=3, finetune_steps=2, batch_size=3, sentences=5, beams=1, max_length=12
     )
     task = translation.TranslationTask(translator, data, settings)
-    assert not set(task.learned_from) & set(sentences(8))
+    assert not set(task.learned_from(99)) & set(sentences(8))
     cells = translation.EXPERIMENT.run(task, tmp_path / "out", ["lot-32", "sinkformer"], settings, {})
     assert [cell.stage for cell in cells] == ["converted", "calibrated", "fine-tuned", "converted", "fine-tuned"]
     assert cells[1].scores["cosine"] > cells[0].scores["cosine"]

@@ -19,12 +19,26 @@ BRIEF = vision.VisionSettings(
 
 def test_no_image_that_is_scored_is_learned_from(images, tmp_path):
     for count, expected in ((2, {"3/0.png", "4/0.png"}), (4, {"3/0.png", "3/1.png", "4/0.png", "4/1.png"})):
-        task = vision.VisionTask(
-            tmp_path, images, vision.VisionSettings(classes=3, prototypes=2, calibration_inputs=count)
-        )
-        assert {str(file.relative_to(images)) for file in task.learned_from} == expected
-    whole = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=5, prototypes=2, calibration_inputs=99))
-    assert {file.name for file in whole.learned_from} == {"0.png", "1.png"}
+        task = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=3, prototypes=2))
+        assert {str(file.relative_to(images)) for file in task.learned_from(count)} == expected
+    whole = vision.VisionTask(tmp_path, images, vision.VisionSettings(classes=5, prototypes=2))
+    assert {file.name for file in whole.learned_from(99)} == {"0.png", "1.png"}
+
+
+def test_images_may_be_learned_from_at_another_size(images, tmp_path):
+    task = vision.VisionTask(tmp_path, images, dataclasses.replace(BRIEF, size=64, learned_size=32))
+    assert {batch.shape[-1] for batch in task.batches(3)} == {32}
+    assert {batch.shape[-1] for batch in task.test_batches()} == {64}
+
+
+def test_a_class_may_be_cut_short(images, tmp_path):
+    task = vision.VisionTask(tmp_path, images, dataclasses.replace(BRIEF, per_class=3))
+    assert {len(files) for files in task.pictures.classes} == {3}
+    none_left = vision.VisionTask(tmp_path, images, dataclasses.replace(BRIEF, per_class=2))
+    with pytest.raises(ValueError, match="no image to score"):
+        none_left.scores(torch.nn.Identity(), lambda *_: None)
+    with pytest.raises(ValueError, match="fewer than 7 neighbours"):
+        vision.VisionTask(tmp_path, images, dataclasses.replace(BRIEF, neighbours=7))
 
 
 def test_prototypes():
@@ -33,6 +47,16 @@ def test_prototypes():
     )
     labels, first = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([True, True, False, False, False])
     assert vision.prototype_accuracy(embeddings, labels, first) == pytest.approx(2 / 3)
+
+
+def test_neighbours_vote():
+    """The nearest image alone would be right about the last one only."""
+    angles = torch.tensor([0.0, 0.2, 0.25, 1.5, 1.45, 0.21, 1.4])
+    embeddings = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    labels = torch.tensor([0, 1, 0, 1, 1, 0, 1])
+    first = torch.arange(7) < 5
+    assert vision.neighbour_accuracy(embeddings, labels, first, 1) == 0.5
+    assert vision.neighbour_accuracy(embeddings, labels, first, 3) == 1.0
 
 
 def test_every_stage_is_scored_once(images, checkpoint, tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ def finetune(
     lr: float = 5e-5,
     mechanism_lr: float = 5e-3,
     weight_decay: float = 0.0,
+    warmup: float = 0.1,
     hidden_weight: float = 0.3,
     layer_weight: float = 0.0,
     freeze_embeddings: bool = True,
@@ -78,6 +79,7 @@ def finetune(
     seed: int = 0,
     holdout: float = 0.1,
     evaluate_every: int = 50,
+    precision: Literal["fp32", "bf16"] = "fp32",
     checkpoint: str | Path | None = None,
     on_step: OnStep | None = None,
 ) -> FinetuningReport:
@@ -96,6 +98,8 @@ def finetune(
         loss: a task's loss, from the output and the batch, e.g. `lambda output, batch: output.loss`, or
             `lambda output, batch: cross_entropy(output, batch[1])` for pairs (inputs, labels).
         lr, mechanism_lr, weight_decay: of AdamW for the host's weights and for the mechanisms; a cosine for both.
+        warmup: the share of the steps in which the rates rise. Adam's first steps move every weight by the whole rate
+            in the direction of a few batches, which a calibrated model is too close to its teacher to bear.
         freeze_embeddings: leave embedding tables as they are (small data moves few of their rows, and far).
         exact_share: for LOT with its exact solver, the part of the steps, at the end, that solves exactly; the rest
             runs Sinkhorn sweeps, which is cheaper and worse.
@@ -103,12 +107,18 @@ def finetune(
         holdout: without `loss`, the share of the batches kept back to measure on, if there are five or more; the
             weights that did best there (measured every `evaluate_every` steps) are the ones that stay, and those from
             before if none did better: a rate that is too high costs time and nothing else.
+        precision: "bf16" runs model and teacher under autocast, which is faster where the machine multiplies bf16;
+            weights and optimizer stay as they are.
         checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
             checkpoint is written every 100 steps.
     """
-    settings = LoopSettings(steps, seed=seed)
-    require_share("holdout", holdout)
-    require_count("evaluate_every", evaluate_every)
+    for name, share in (("holdout", holdout), ("warmup", warmup)):
+        require_share(name, share)
+    for name, count in (("steps", steps), ("evaluate_every", evaluate_every)):
+        require_count(name, count)
+    settings = LoopSettings(steps, warmup=round(warmup * steps), seed=seed)
+    if precision not in ("fp32", "bf16"):
+        raise ValueError(f'`precision`: expected "fp32" or "bf16", got {precision!r}.')
     for name, value in (("lr", lr), ("mechanism_lr", mechanism_lr), ("weight_decay", weight_decay)):
         require_positive(name, value, or_zero=True)
     if checkpoint is not None:
@@ -128,7 +138,7 @@ def finetune(
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         groups = _groups(model, lr, mechanism_lr, weight_decay)
         work = _Finetuning(
-            _Loss(model, teacher, loss, hidden_weight, layer_weight),
+            _Loss(model, teacher, loss, hidden_weight, layer_weight, precision),
             solver,
             [batches[index] for index in held],
             [parameter for group in groups for parameter in group["params"]],
@@ -137,7 +147,13 @@ def finetune(
         )
         file, begun = None, None
         if checkpoint is not None:
-            chosen = {"lr": lr, "mechanism_lr": mechanism_lr, "weight_decay": weight_decay, "exact_share": exact_share}
+            chosen: dict[str, Any] = {
+                "precision": precision,
+                "lr": lr,
+                "mechanism_lr": mechanism_lr,
+                "weight_decay": weight_decay,
+                "exact_share": exact_share,
+            }
             chosen |= {"hidden_weight": hidden_weight, "layer_weight": layer_weight, "labels": loss is not None}
             chosen |= {"freeze_embeddings": freeze_embeddings, **dataclasses.asdict(settings)}
             chosen |= {"holdout": holdout, "evaluate_every": evaluate_every}
@@ -174,8 +190,10 @@ class _Loss:
         task: TaskLoss | None,
         hidden_weight: float,
         layer_weight: float,
+        precision: str,
     ) -> None:
         self.model, self.teacher, self.task = model, teacher, task
+        self.half = precision == "bf16"
         self.hidden_weight, self.layer_weight = hidden_weight, layer_weight
         self.layers = [name for name, _ in converted(model)] if layer_weight else []
         if layer_weight and (teacher is None or not self.layers):
@@ -188,6 +206,12 @@ class _Loss:
                 )
 
     def __call__(self, batch: Batch) -> Tensor:
+        if not self.half:
+            return self._of(batch)
+        with torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16):
+            return self._of(batch)
+
+    def _of(self, batch: Batch) -> Tensor:
         with _received(self.model, self.layers) as own:
             output = call(self.model, batch)
         parts: list[Tensor] = [] if self.task is None else [self.task(output, batch)]

@@ -28,7 +28,7 @@ from ...results.cells import CellFolder, Listener, Origin
 from ...results.report import Report
 from ...results.tables import Table
 from .protocol import ProtocolSettings
-from .vision import VisionSettings, VisionTask
+from .vision import VisionSettings, VisionTask, read_images
 
 NAME = "conversion-anatomy"
 _CELL = "anatomy"
@@ -112,7 +112,7 @@ def look(task: VisionTask, settings: AnatomySettings, listen: Listener = lambda 
     """Run the images through the model and its approximations."""
     layers: list[Layer] = []
     model = task.load().eval()
-    images = task._read([files[0] for files in task.pictures.classes[: settings.images]])
+    images = read_images([files[0] for files in task.pictures.classes[: settings.images]], settings.size)
     report = conversion.convert(model, "softmax")
     prefix = int(getattr(model, "num_prefix_tokens", 0))
     names = [layer.name for layer in report.converted]

@@ -36,6 +36,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What is asked of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
 no window helps."""
 
+EVERYTHING = 1 << 20
+"""What a setting that limits a number says if it does not."""
+
+_LEARNING = ("calibration", "finetune", "learned", "batch_size")
+"""How the names of settings begin that nothing depends on before anything is learned."""
+
 _ORIGINAL = "softmax"
 
 OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
@@ -51,7 +57,10 @@ class ProtocolSettings(Settings):
     first_stage: Literal["converted", "calibrated"] = setting("converted", "First stage that is scored.")
     kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.", at_least=1)
     finetune_steps: int = setting(0, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    finetune_inputs: int = setting(0, "Unlabelled inputs for that; 0 for those of calibration.", at_least=0)
     finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
+    finetune_mechanism_lr: float = setting(5e-3, "Learning rate of the mechanisms during that.", at_least=0)
+    finetune_precision: Literal["fp32", "bf16"] = setting("fp32", "Precision of products during that.")
     finetune_layers: float = setting(1.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
     batch_size: int = setting(8, "Inputs per step.", at_least=1)
     scored_in: Literal["fp32", "bf16"] = setting("fp32", "Precision of products while scoring, for softmax too.")
@@ -79,8 +88,8 @@ class Task(Protocol):
     def body(self, model: Any) -> nn.Module:
         """The part that is converted and taught."""
 
-    def batches(self) -> Sequence[Batch]:
-        """Unlabelled inputs of the body; none of them is scored."""
+    def batches(self, count: int) -> Sequence[Batch]:
+        """At most so many unlabelled inputs of the body; none of them is scored."""
 
     def test_batches(self) -> Sequence[Batch]:
         """Some of the inputs that are scored, to look at couplings."""
@@ -239,12 +248,13 @@ class _Bench:
                     model, last = self.task.load(place).eval(), done
                 continue
             progress = cells.begin(stage, origin)
-            errors, forecast, steps = (last.errors if last else {}), None, 0
+            errors, forecast, steps, inputs = (last.errors if last else {}), None, 0, 0
             current = model
             if stage == "calibrated":
                 resumed, report = progress.exists(), self._calibrate(variant, seed, model, progress)
                 errors, steps, spent = report.error_after, report.steps, None if resumed else report.seconds
                 forecast = None if report.forecast is None else report.forecast.cosine
+                inputs = self.settings.calibration_inputs
                 self.task.save(model, place)
             elif stage.startswith("kept"):
                 current, spent = self.task.load(cells.folder / "calibrated").eval(), 0.0
@@ -253,11 +263,11 @@ class _Bench:
             elif stage == "fine-tuned":
                 resumed, tuned = progress.exists(), self._finetune(variant, seed, model, progress)
                 steps, spent = tuned.steps, None if resumed else tuned.seconds
+                inputs = self._taught_with
                 self.task.save(model, place)
             cell = self._measured(current, variant, stage, seed, errors, forecast, spent)
             last = cell if stage == "calibrated" else last
-            budget = {"steps": steps, "inputs": self.settings.calibration_inputs if steps else 0}
-            cells.finish(stage, cell, origin, budget, seed)
+            cells.finish(stage, cell, origin, {"steps": steps, "inputs": inputs}, seed)
 
     def _remember_the_original(self) -> None:
         """Score it, unless that was done: by this run, or by one that has left its outputs in the folder."""
@@ -278,20 +288,26 @@ class _Bench:
     def _calibrate(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.CalibrationReport:
         return conversion.calibrate(
             self.task.body(model),
-            self.task.batches(),
+            self.task.batches(self.settings.calibration_inputs),
             steps=self.settings.calibration_steps,
             seed=seed,
             checkpoint=progress,
             on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
         )
 
+    @property
+    def _taught_with(self) -> int:
+        return self.settings.finetune_inputs or self.settings.calibration_inputs
+
     def _finetune(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.FinetuningReport:
         return conversion.finetune(
             self.task.body(model),
-            self.task.batches(),
+            self.task.batches(self._taught_with),
             teacher=self.task.body(self.task.load()).eval(),
             steps=self.settings.finetune_steps,
             lr=self.settings.finetune_lr,
+            mechanism_lr=self.settings.finetune_mechanism_lr,
+            precision=self.settings.finetune_precision,
             layer_weight=self.settings.finetune_layers,
             seed=seed,
             checkpoint=progress,
@@ -339,8 +355,7 @@ def _described(settings: ProtocolSettings) -> dict[str, Any]:
 
 def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
     """The settings that the original's scores depend on: nothing that is spent on conversions."""
-    learning = ("calibration", "finetune", "batch_size")
-    return {name: value for name, value in _described(settings).items() if not name.startswith(learning)}
+    return {name: value for name, value in _described(settings).items() if not name.startswith(_LEARNING)}
 
 
 def _options(variant: str) -> dict[str, Any]:
@@ -362,7 +377,7 @@ def _order(cell: Cell) -> tuple[int, int, int, int]:
 
 def _origin_of(stage: str, whole: Origin) -> Origin:
     """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
-    later: tuple[str, ...] = {"converted": ("calibration", "finetune"), "fine-tuned": ()}.get(stage, ("finetune",))
+    later: tuple[str, ...] = {"converted": _LEARNING, "fine-tuned": ()}.get(stage, ("finetune",))
     settings = {name: value for name, value in whole.settings.items() if not name.startswith(later)}
     return Origin(settings, whole.sources)
 
@@ -373,9 +388,13 @@ def _budget(record: Record) -> str:
     if budget.get("steps"):
         parts.append(f"{budget['steps']} steps of {settings['batch_size']} on {budget['inputs']} unlabelled inputs")
     if "finetune_lr" in settings:
-        parts.append(f"lr {settings['finetune_lr']:g}, layers weighed {settings['finetune_layers']:g}")
+        rates = f"lr {settings['finetune_lr']:g}, of mechanisms {settings['finetune_mechanism_lr']:g}"
+        parts.append(f"{rates}, layers weighed {settings['finetune_layers']:g}")
     known = {field.name for field in dataclasses.fields(ProtocolSettings)} | {"options", "seed"}
-    parts += [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name not in known]
+    own = {name: value for name, value in settings.items() if name not in known and value not in (0, EVERYTHING)}
+    parts += [f"{name.replace('_', ' ')} {value}" for name, value in own.items()]
+    if settings.get("finetune_precision", "fp32") != "fp32":
+        parts.append(f"learned in {settings['finetune_precision']}")
     if settings["scored_in"] != "fp32":
         parts.append(f"scored in {settings['scored_in']}")
     return "; ".join([*parts, record.provenance.where()])

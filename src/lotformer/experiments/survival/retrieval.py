@@ -1,15 +1,14 @@
 """A sentence encoder as a retriever (BEIR's SciFact) and on pairs of sentences (STS-B dev).
 
-It learns from claims of the training set and from documents that are not searched; neither test queries nor the
-sentences of the pairs are among them.
+It learns from claims of the training set and from documents that are not searched or, as whoever indexes a collection
+can, from searched ones that answer no test query. Neither test queries nor the sentences of the pairs are among them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from ...data.checkpoints import save_like
 from ...data.sentence_pairs import SentencePairs
 from ...data.text import embed, text_batches
 from ...results.cells import Listener
-from .protocol import Experiment, ProtocolSettings
+from .protocol import EVERYTHING, Experiment, ProtocolSettings
 
 EXPERIMENT = Experiment(
     "survival-retrieval",
@@ -39,7 +38,10 @@ class RetrievalSettings(ProtocolSettings):
 
     calibration_inputs: int = setting(1024, "Unlabelled texts to learn from.", at_least=2)
     batch_size: int = setting(16, "Texts per step.", at_least=1)
-    documents: int = setting(1 << 20, "Documents to search among: the relevant ones, and others up to this number.")
+    documents: int = setting(EVERYTHING, "Documents to search among: the relevant ones, and others up to this number.")
+    learned_documents: Literal["unsearched", "irrelevant"] = setting(
+        "unsearched", "Documents to learn from: not searched, or to no test query relevant."
+    )
     pairs: int = setting(1500, "Pairs of STS-B dev to compare.", at_least=2)
     max_length: int = setting(256, "Longer texts are cut to this many tokens.", at_least=8)
 
@@ -68,26 +70,27 @@ class RetrievalTask:
     def body(self, model: nn.Module) -> nn.Module:
         return model
 
-    @cached_property
-    def learned_from(self) -> list[str]:
-        """Half claims and half documents that are not searched, each evenly spread.
+    def learned_from(self, count: int) -> list[str]:
+        """Half claims and half documents, each evenly spread.
 
-        Where there are too few of these, claims are strung together to the length of a document: a model that has seen
+        Where there are too few documents, claims are strung together to the length of a document: a model that has seen
         short texts alone is not ready for long ones.
         """
         tested = {self.set.queries[name] for name in self.set.relevance["test"]} | set(self.pairs.texts)
         claims = [self.set.queries[name] for name in self.set.relevance["train"]]
         claims = [text for text in dict.fromkeys(claims) if text not in tested]
-        searched = set(self.searched)
-        documents = [text for name, text in self.set.documents.items() if name not in searched]
-        count = self.settings.calibration_inputs
+        if self.settings.learned_documents == "unsearched":
+            kept_from = set(self.searched)
+        else:
+            kept_from = {name for relevant in self.set.relevance["test"].values() for name in relevant}
+        documents = [text for name, text in self.set.documents.items() if name not in kept_from]
         short = _spread(claims, count // 2)
         long = _spread(documents, count - len(short))
         return short + long + _strung(claims, count - len(short) - len(long))
 
-    def batches(self) -> list[dict[str, Tensor]]:
-        length = self.settings.max_length
-        return text_batches(self.tokenizer, self.learned_from, batch_size=self.settings.batch_size, max_length=length)
+    def batches(self, count: int) -> list[dict[str, Tensor]]:
+        texts, length = self.learned_from(count), self.settings.max_length
+        return text_batches(self.tokenizer, texts, batch_size=self.settings.batch_size, max_length=length)
 
     def test_batches(self) -> list[dict[str, Tensor]]:
         texts = [self.set.documents[name] for name in self.searched[:8]] + self.pairs.texts[:24]

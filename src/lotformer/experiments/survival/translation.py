@@ -6,7 +6,6 @@ It learns from source sentences of the training set, without their translations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,14 @@ class TranslationTask:
         encoder: nn.Module = model.get_encoder()
         return encoder
 
-    @cached_property
-    def learned_from(self) -> list[str]:
-        count = min(self.settings.calibration_inputs, len(self.pool))
+    def learned_from(self, count: int) -> list[str]:
+        """So many sentences, evenly spread; all if there are fewer."""
+        count = min(count, len(self.pool))
         return [self.pool[i * len(self.pool) // count] for i in range(count)]
 
-    def batches(self) -> list[dict[str, Tensor]]:
-        length = self.settings.max_length
-        return text_batches(self.tokenizer, self.learned_from, batch_size=self.settings.batch_size, max_length=length)
+    def batches(self, count: int) -> list[dict[str, Tensor]]:
+        texts, length = self.learned_from(count), self.settings.max_length
+        return text_batches(self.tokenizer, texts, batch_size=self.settings.batch_size, max_length=length)
 
     def test_batches(self) -> list[dict[str, Tensor]]:
         return text_batches(self.tokenizer, [ours for ours, _ in self.test[:64]], batch_size=32)

@@ -1,14 +1,14 @@
-"""A vision transformer: classes are told by the mean of a few images each, in the space of its embeddings.
+"""A vision transformer: classes are told by a few images each, in the space of its embeddings.
 
-Images of a class in the order of their names: the first ones make its prototype, the others are scored. What is
-learned from are prototype images, without labels and of other classes if there are some; never one that is scored.
+Images of a class in the order of their names: the first ones make its prototype, or vote for it, and the others are
+scored. What is learned from are images of the first kind, without labels and of other classes if there are some; never
+one that is scored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ... import _torchvision, conversion
 from ..._settings import setting
 from ...data.vision.transforms import evaluation_transform
 from ...results.cells import Listener
-from .protocol import Experiment, ProtocolSettings
+from .protocol import EVERYTHING, Experiment, ProtocolSettings
 
 EXPERIMENT = Experiment(
     "survival-vision", "top-1 by prototypes (% of softmax); mean cosine with the original's embeddings", ("top-1",)
@@ -36,15 +36,19 @@ class VisionSettings(ProtocolSettings):
     model: str = setting("vit_small_patch14_dinov2", "Name of the model in timm.")
     size: int = setting(224, "Pixels a side.", at_least=14)
     classes: int = setting(1000, "Classes to tell apart: the first ones.", at_least=2)
+    per_class: int = setting(EVERYTHING, "Images of a class to use: the first ones.", at_least=2)
     prototypes: int = setting(3, "Images of a class that make its prototype.", at_least=1)
+    neighbours: int = setting(0, "How many of them vote; 0: the nearest mean decides.", at_least=0)
+    learned_size: int = setting(0, "Pixels a side of images to learn from; 0 for `size`.", at_least=0)
 
 
 class Pictures:
     """Files of images by class, in the order of names; numbers are ordered as numbers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, per_class: int) -> None:
         places = sorted((p for p in folder.iterdir() if p.is_dir()), key=lambda p: (len(p.name), p.name))
-        self.classes = [sorted(f for f in place.iterdir() if f.suffix.lower() in _SUFFIXES) for place in places]
+        found = [sorted(f for f in place.iterdir() if f.suffix.lower() in _SUFFIXES) for place in places]
+        self.classes = [files[:per_class] for files in found]
         if not self.classes or not all(self.classes):
             raise ValueError(f"{folder} should hold a folder of images for each class.")
 
@@ -54,9 +58,12 @@ class VisionTask:
 
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
-        self.pictures = Pictures(folder)
+        self.pictures = Pictures(folder, settings.per_class)
         if settings.classes > len(self.pictures.classes):
             raise ValueError(f"{folder} holds {len(self.pictures.classes)} classes, not {settings.classes}.")
+        if settings.neighbours > settings.prototypes * settings.classes:
+            images = f"{settings.prototypes} images of {settings.classes} classes"
+            raise ValueError(f"{images} are fewer than {settings.neighbours} neighbours.")
         self.reference: Tensor | None = None
 
     def load(self, place: Path | None = None) -> nn.Module:
@@ -78,19 +85,19 @@ class VisionTask:
     def body(self, model: nn.Module) -> nn.Module:
         return model
 
-    def batches(self) -> list[Tensor]:
-        return list(self._read(self.learned_from).split(self.settings.batch_size))
+    def batches(self, count: int) -> list[Tensor]:
+        size = self.settings.learned_size or self.settings.size
+        return list(read_images(self.learned_from(count), size).split(self.settings.batch_size))
 
     def test_batches(self) -> list[Tensor]:
-        return [self._read([files[-1] for files in self._scored[:4]])]
+        return [read_images([files[-1] for files in self._scored[:4]], self.settings.size)]
 
-    @cached_property
-    def learned_from(self) -> list[Path]:
+    def learned_from(self, count: int) -> list[Path]:
         """One prototype image a class, spread over the classes that are not scored; over all if all are."""
         others = self.pictures.classes[self.settings.classes :] or self.pictures.classes
         prototypes = [files[: self.settings.prototypes] for files in others]
         pool = [files[i] for i in range(self.settings.prototypes) for files in prototypes if i < len(files)]
-        count = min(self.settings.calibration_inputs, len(pool))
+        count = min(count, len(pool))
         spread = pool[: len(others)] if count <= len(others) else pool
         return [spread[i * len(spread) // count] for i in range(count)]
 
@@ -100,6 +107,8 @@ class VisionTask:
 
     @torch.no_grad()
     def scores(self, model: nn.Module, listen: Listener) -> dict[str, float]:
+        if min(map(len, self._scored)) <= self.settings.prototypes:
+            raise ValueError(f"A class has no image to score beside its {self.settings.prototypes} prototypes.")
         files = [file for place in self._scored for file in place]
         labels = torch.tensor([label for label, place in enumerate(self._scored) for _ in place])
         first = torch.tensor([i < self.settings.prototypes for place in self._scored for i in range(len(place))])
@@ -107,21 +116,23 @@ class VisionTask:
         for start in range(0, len(files), 16):
             listen("scoring", start, len(files))
             with self.settings.products():
-                made = model(self._read(files[start : start + 16]))
+                made = model(read_images(files[start : start + 16], self.settings.size))
             found.append(nn.functional.normalize(made.float(), dim=-1))
         embeddings = torch.cat(found)
         self.reference = embeddings if self.reference is None else self.reference
         cosine = (embeddings * self.reference).sum(-1).mean()
-        return {"top-1": prototype_accuracy(embeddings, labels, first), "cosine": float(cosine)}
+        if self.settings.neighbours:
+            accuracy = neighbour_accuracy(embeddings, labels, first, self.settings.neighbours)
+        else:
+            accuracy = prototype_accuracy(embeddings, labels, first)
+        return {"top-1": accuracy, "cosine": float(cosine)}
 
-    def _read(self, files: Sequence[Path]) -> Tensor:
-        from PIL import Image
 
-        return torch.stack([self._transform(Image.open(file).convert("RGB")) for file in files])
+def read_images(files: Sequence[Path], size: int) -> Tensor:
+    from PIL import Image
 
-    @cached_property
-    def _transform(self) -> Any:
-        return evaluation_transform((self.settings.size, self.settings.size), 1.0)
+    transform = evaluation_transform((size, size), 1.0)
+    return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
 
 
 def prototype_accuracy(embeddings: Tensor, labels: Tensor, first: Tensor) -> float:
@@ -129,3 +140,10 @@ def prototype_accuracy(embeddings: Tensor, labels: Tensor, first: Tensor) -> flo
     prototypes = torch.stack([embeddings[first & (labels == label)].mean(0) for label in labels.unique()])
     guessed = (embeddings[~first] @ nn.functional.normalize(prototypes, dim=-1).T).argmax(-1)
     return float((labels.unique()[guessed] == labels[~first]).float().mean())
+
+
+def neighbour_accuracy(embeddings: Tensor, labels: Tensor, first: Tensor, count: int) -> float:
+    """Share of those outside `first` whose class most of the nearest `count` inside it have; of equals the smallest."""
+    nearest = (embeddings[~first] @ embeddings[first].T).topk(count, dim=-1).indices
+    guessed = labels[first][nearest].mode(-1).values
+    return float((guessed == labels[~first]).float().mean())
