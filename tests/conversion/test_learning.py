@@ -169,11 +169,13 @@ class TestInterrupts:
         assert all(m.solver == "newton" for m in model.modules() if isinstance(m, LOT))
         assert output(model.eval(), batches(1)[0]).isfinite().all()
 
-    def test_an_interrupted_fine_tuning_resumes_to_the_same_result(self, tmp_path):
+    @pytest.mark.parametrize("rates", [{}, {"lr": 3.0, "evaluate_every": 2}], ids=["gentle", "cut on the way"])
+    def test_an_interrupted_fine_tuning_resumes_to_the_same_result(self, rates, tmp_path):
         whole = bert(solver="sinkhorn")
         teacher = SMALL["bert"].build()
-        lotformer.finetune(whole, batches(), steps=8, teacher=teacher)
-        arguments = {"steps": 8, "teacher": teacher, "checkpoint": tmp_path / "finetuning.pt"}
+        report = lotformer.finetune(whole, batches(), steps=8, teacher=teacher, **rates)
+        assert (report.slowed < 1) == bool(rates)
+        arguments = {"steps": 8, "teacher": teacher, "checkpoint": tmp_path / "finetuning.pt", **rates}
         parts = bert(solver="sinkhorn")
         with pytest.raises(SystemExit) as ended:
             lotformer.finetune(parts, batches(), on_step=self.interrupt_at(5, signal.SIGTERM), **arguments)
@@ -182,7 +184,7 @@ class TestInterrupts:
         saved = arguments["checkpoint"].read_bytes()
         for model in (fresh, parts):  # as in a new process, and with the model that was interrupted
             arguments["checkpoint"].write_bytes(saved)
-            lotformer.finetune(model, batches(), **arguments)
+            assert lotformer.finetune(model, batches(), **arguments).losses == report.losses
             assert same(dict(model.state_dict()), dict(whole.state_dict()))
 
     @pytest.mark.parametrize("function", ["calibrate", "finetune"])
@@ -382,6 +384,20 @@ class TestFinetuning:
         twin = bert(solver="sinkhorn")
         again = lotformer.finetune(twin, data, steps=20, lr=1e-3, evaluate_every=20)
         assert again.held_after >= report.held_after
+
+    def test_rates_that_are_too_high_are_cut_until_something_is_learned(self):
+        model, data = bert(solver="sinkhorn"), batches(1) * 6
+        report = lotformer.finetune(model, data, steps=60, lr=1.0, mechanism_lr=1e-3, evaluate_every=4)
+        assert report.slowed < 1e-2
+        assert report.held_after < report.held_before
+        assert "rates cut to" in str(report)
+
+    def test_a_loss_that_is_not_a_number_is_told_before_the_first_step(self):
+        model = bert(solver="sinkhorn")
+        with torch.no_grad():
+            model.encoder.layer[-1].output.dense.bias[0] = float("nan")
+        with pytest.raises(ValueError, match="before the first step"):
+            lotformer.finetune(model, batches(), steps=2)
 
     def test_with_few_batches_or_a_task_nothing_is_held_back(self):
         assert lotformer.finetune(bert(), batches(4), steps=2).held_before is None

@@ -43,6 +43,12 @@ class Masters:
         for parameter, master in self.copies.items():
             parameter.copy_(master)
 
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take the values that the parameters were given."""
+        for parameter, master in self.copies.items():
+            master.copy_(parameter)
+
     def state(self) -> list[Tensor]:
         return [master.detach() for master in self.copies.values()]
 

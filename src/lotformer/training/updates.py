@@ -55,7 +55,8 @@ class LocalUpdates:
     ) -> None:
         groups = [group for group in groups if group["params"]]
         self.weights, self.clip, self.start = dict(weights), clip, start
-        self.masters = Masters(parameter for group in groups for parameter in group["params"])
+        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self.masters = Masters(self.parameters)
         self.optimizer = optimizer([{**group, "params": self.masters.of(group["params"])} for group in groups])
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -75,9 +76,19 @@ class LocalUpdates:
         self.optimizer.zero_grad()
         self.masters.publish()
 
+    @torch.no_grad()
+    def restart(self, values: Iterable[Tensor], slower: float) -> None:
+        """Go on from these values of the parameters, in their order, at `slower` times the rates, without momentum."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
+        self.masters.follow()
+        self.optimizer.state.clear()
+        self.peaks = [slower * peak for peak in self.peaks]
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "start": self.start,
+            "peaks": self.peaks,
             "weights": {name: tensor.detach() for name, tensor in self.weights.items()},
             "masters": self.masters.state(),
             "optimizer": self.optimizer.state_dict(),
@@ -85,7 +96,7 @@ class LocalUpdates:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.start = state["start"]
+        self.start, self.peaks = state["start"], state["peaks"]
         for name, tensor in self.weights.items():
             tensor.copy_(state["weights"][name])
         self.masters.load(state["masters"])

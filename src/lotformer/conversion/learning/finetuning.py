@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class FinetuningReport:
         losses: at every step. best_step: whose weights were kept; the last unless batches were held back.
         held_before, held_after: the mean loss on the held-back batches, before and with the weights that were kept;
             None if there are none.
+        slowed: the factor by which the rates were cut on the way.
     """
 
     steps: int
@@ -48,6 +50,7 @@ class FinetuningReport:
     best_step: int
     held_before: float | None = None
     held_after: float | None = None
+    slowed: float = 1.0
 
     def __str__(self) -> str:
         span = max(1, len(self.losses) // 10)
@@ -55,6 +58,8 @@ class FinetuningReport:
         said = f"fine-tuned {self.steps} steps in {self.seconds:.0f} s: loss {first:.4f} → {last:.4f}"
         if self.held_before is None:
             return said
+        if self.slowed < 1:
+            said = f"{said} (rates cut to {self.slowed:.2g} of what was asked for)"
         if not self.best_step:
             return f"{said}; on held-back batches it got worse, so the model is as it was: try smaller learning rates"
         kept = f"kept the weights of step {self.best_step}"
@@ -106,7 +111,8 @@ def finetune(
         seed: of the order of batches and of dropout.
         holdout: without `loss`, the share of the batches kept back to measure on, if there are five or more; the
             weights that did best there (measured every `evaluate_every` steps) are the ones that stay, and those from
-            before if none did better: a rate that is too high costs time and nothing else.
+            before if none did better. Where the model gets worse than it was by a tenth, it goes back to the best
+            weights and on at a third of the rates: rates that are too high cost time and nothing else.
         precision: "bf16" runs model and teacher under autocast, which is faster where the machine multiplies bf16;
             weights and optimizer stay as they are.
         checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
@@ -137,14 +143,6 @@ def finetune(
     with _trainable(model, dropout=loss is not None, embeddings=not freeze_embeddings):
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         groups = _groups(model, lr, mechanism_lr, weight_decay)
-        work = _Finetuning(
-            _Loss(model, teacher, loss, hidden_weight, layer_weight, precision),
-            solver,
-            [batches[index] for index in held],
-            [parameter for group in groups for parameter in group["params"]],
-            steps,
-            evaluate_every,
-        )
         file, begun = None, None
         if checkpoint is not None:
             chosen: dict[str, Any] = {
@@ -161,6 +159,8 @@ def finetune(
             described = identity("fine-tuning", model, chosen, weights, fingerprint(batches))
             file, begun = Checkpoint(checkpoint, {**described, "teacher": taught}), fingerprint(weights)
         updates = LocalUpdates(weights, groups, torch.optim.AdamW, clip=1.0, start=begun)
+        loss_of = _Loss(model, teacher, loss, hidden_weight, layer_weight, precision)
+        work = _Finetuning(loss_of, solver, [batches[index] for index in held], updates, steps, evaluate_every)
         loop = Loop(settings, work, Shuffled([batches[index] for index in pool], seed), updates, file, on_step)
         try:
             loop.run()
@@ -168,7 +168,15 @@ def finetune(
             solver.restore()
         work.keep_best()
     seconds = time.perf_counter() - start
-    return FinetuningReport(loop.step, seconds, tuple(loop.losses), work.best_step, work.held_before, work.held_after)
+    return FinetuningReport(
+        steps=loop.step,
+        seconds=seconds,
+        losses=tuple(loop.losses),
+        best_step=work.best_step,
+        held_before=work.held_before,
+        held_after=work.held_after,
+        slowed=work.slowed,
+    )
 
 
 def softmax_copy(model: nn.Module) -> nn.Module:
@@ -288,6 +296,10 @@ def _groups(model: nn.Module, lr: float, mechanism_lr: float, weight_decay: floa
     ]
 
 
+_LOST = 1.1  # how much worse than at the start is too much
+_SLOWER = 1 / 3
+
+
 class _Finetuning:
     """What the loop does when it fine-tunes: one loss, and which weights did best on the held-back batches so far."""
 
@@ -296,19 +308,28 @@ class _Finetuning:
         loss_of: _Loss,
         solver: ExactShare,
         held: Sequence[Batch],
-        trained: Sequence[nn.Parameter],
+        updates: LocalUpdates,
         steps: int,
         evaluate_every: int,
     ) -> None:
-        self.loss_of, self.solver, self.held, self.trained = loss_of, solver, held, trained
+        self.loss_of, self.solver, self.held, self.updates = loss_of, solver, held, updates
         self.steps, self.evaluate_every = steps, evaluate_every
         self.best_step = 0
         self.best: list[Tensor] = []
         self.held_before: float | None = None
         self.held_after: float | None = None
+        self.slowed = 1.0
 
     def begin(self) -> None:
-        self._measure(0)
+        if not self.held:
+            return
+        self.held_before = self._held_loss()
+        if not math.isfinite(self.held_before):
+            raise ValueError(
+                f"The loss on held-back batches is {self.held_before} before the first step: look at the model's and "
+                "the teacher's outputs for numbers that are not finite."
+            )
+        self._remember(0, self.held_before)
 
     def losses(self, batch: Batch, step: int) -> Iterator[Tensor]:
         self.solver.at(step)
@@ -316,15 +337,15 @@ class _Finetuning:
 
     def after(self, step: int) -> bool:
         if step % self.evaluate_every == 0 or step == self.steps:
-            self._measure(step)
+            self._judge(step)
         return False
 
     @torch.no_grad()
     def keep_best(self) -> None:
-        for parameter, best in zip(self.trained, self.best, strict=False):  # without held-back batches there is none
+        for parameter, best in zip(self.updates.parameters, self.best, strict=False):  # empty if nothing is held back
             parameter.copy_(best)
 
-    _STATE = ("best_step", "best", "held_before", "held_after")
+    _STATE = ("best_step", "best", "held_before", "held_after", "slowed")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._STATE}
@@ -333,15 +354,22 @@ class _Finetuning:
         for name in self._STATE:
             setattr(self, name, state[name])
 
-    @torch.no_grad()
-    def _measure(self, step: int) -> None:
-        if not self.held:
+    def _judge(self, step: int) -> None:
+        if self.held_before is None or self.held_after is None:
             self.best_step = step
             return
+        value = self._held_loss()
+        if value < self.held_after:
+            self._remember(step, value)
+        elif not value <= _LOST * self.held_before and step < self.steps:  # what is not a number is lost, too
+            self.slowed *= _SLOWER
+            self.updates.restart(self.best, _SLOWER)
+
+    @torch.no_grad()
+    def _held_loss(self) -> float:
         self.solver.restore()
-        value = sum(float(self.loss_of(batch)) for batch in self.held) / len(self.held)
-        if self.held_before is None:
-            self.held_before = value
-        if self.held_after is None or value < self.held_after:  # what is not a number is never the best
-            self.held_after, self.best_step = value, step
-            self.best = [parameter.detach().clone() for parameter in self.trained]
+        return sum(float(self.loss_of(batch)) for batch in self.held) / len(self.held)
+
+    def _remember(self, step: int, value: float) -> None:
+        self.held_after, self.best_step = value, step
+        self.best = [parameter.detach().clone() for parameter in self.updates.parameters]
