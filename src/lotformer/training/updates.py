@@ -43,6 +43,9 @@ class LocalUpdates:
         clip: the largest norm of the gradient, None for no limit.
         start: a fingerprint of the weights that the run begins with, if it depends on them. A checkpoint is then taken
             up only by a model with these weights, or with those that the run has reached.
+
+    Attributes:
+        slowed: a factor of every rate, for whoever sees that they are too high, and who restores it after an interrupt.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class LocalUpdates:
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.masters = Masters(self.parameters)
         self.optimizer = optimizer([{**group, "params": self.masters.of(group["params"])} for group in groups])
+        self.slowed = 1.0
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
 
     def collecting(self, last: bool) -> AbstractContextManager[Any]:
@@ -71,24 +75,22 @@ class LocalUpdates:
         if self.clip is not None:
             nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], self.clip)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
+            group["lr"] = peak * factor * self.slowed
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.masters.publish()
 
     @torch.no_grad()
-    def restart(self, values: Iterable[Tensor], slower: float) -> None:
-        """Go on from these values of the parameters, in their order, at `slower` times the rates, without momentum."""
+    def restart(self, values: Iterable[Tensor]) -> None:
+        """Go on from these values of the parameters, in their order, without momentum."""
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
         self.masters.follow()
         self.optimizer.state.clear()
-        self.peaks = [slower * peak for peak in self.peaks]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "start": self.start,
-            "peaks": self.peaks,
             "weights": {name: tensor.detach() for name, tensor in self.weights.items()},
             "masters": self.masters.state(),
             "optimizer": self.optimizer.state_dict(),
@@ -96,7 +98,7 @@ class LocalUpdates:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.start, self.peaks = state["start"], state["peaks"]
+        self.start = state["start"]
         for name, tensor in self.weights.items():
             tensor.copy_(state["weights"][name])
         self.masters.load(state["masters"])

@@ -175,7 +175,7 @@ def finetune(
         best_step=work.best_step,
         held_before=work.held_before,
         held_after=work.held_after,
-        slowed=work.slowed,
+        slowed=updates.slowed,
     )
 
 
@@ -318,7 +318,6 @@ class _Finetuning:
         self.best: list[Tensor] = []
         self.held_before: float | None = None
         self.held_after: float | None = None
-        self.slowed = 1.0
 
     def begin(self) -> None:
         if not self.held:
@@ -345,12 +344,13 @@ class _Finetuning:
         for parameter, best in zip(self.updates.parameters, self.best, strict=False):  # empty if nothing is held back
             parameter.copy_(best)
 
-    _STATE = ("best_step", "best", "held_before", "held_after", "slowed")
+    _STATE = ("best_step", "best", "held_before", "held_after")
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._STATE}
+        return {"slowed": self.updates.slowed, **{name: getattr(self, name) for name in self._STATE}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates.slowed = state["slowed"]
         for name in self._STATE:
             setattr(self, name, state[name])
 
@@ -362,8 +362,8 @@ class _Finetuning:
         if value < self.held_after:
             self._remember(step, value)
         elif not value <= _LOST * self.held_before and step < self.steps:  # what is not a number is lost, too
-            self.slowed *= _SLOWER
-            self.updates.restart(self.best, _SLOWER)
+            self.updates.slowed *= _SLOWER
+            self.updates.restart(self.best)
 
     @torch.no_grad()
     def _held_loss(self) -> float:
