@@ -62,14 +62,15 @@ METHODS: dict[str, Method] = {
     "lot-aware-uniform": Method("lot", "output", {**AWARE, "key_masses": "uniform"}),
     "lot-aware-keys": Method("lot", "output", {**AWARE, "balance": "keys"}),
     "lot-aware-none": Method("lot", "output", {**AWARE, "balance": "none"}),
-    "lot-near": Method("lot", "output", NEAR),
-    "lot-near-keys": Method("lot", "output", {"balance": "keys"}),
-    "lot-near-none": Method("lot", "output", {"balance": "none"}),
-    "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}),
+    "lot-near": Method("lot", "output", NEAR, mechanism_lr=1e-3),
+    "lot-near-keys": Method("lot", "output", {"balance": "keys"}, mechanism_lr=1e-3),
+    "lot-near-none": Method("lot", "output", {"balance": "none"}, mechanism_lr=1e-3),
+    "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}, mechanism_lr=1e-3),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
-nearest tokens by softmax too. `lot-near-keys` is the default of `convert`."""
+nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-near-keys` is
+the default of `convert`."""
 
 
 @dataclass(frozen=True)
