@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-fixed": {"rank": 32, "pivots": "fixed"},
     "lot-both": {"rank": 32, "balance": "both"},
     "lot-window-3": {"rank": 32, "window_size": 3},
+    "lot-window-9": {"rank": 32, "window_size": 9},
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
