@@ -74,6 +74,15 @@ def test_every_stage_is_scored_once(images, checkpoint, tmp_path):
     assert (tmp_path / "out" / "lot-32" / "seed0" / "calibrated.json").stat().st_mtime_ns == written
 
 
+def test_fine_tuning_may_see_more_than_calibration(images, checkpoint, tmp_path, monkeypatch):
+    asked, batches = [], vision.VisionTask.batches
+    monkeypatch.setattr(vision.VisionTask, "batches", lambda task, count: asked.append(count) or batches(task, count))
+    brief = dataclasses.replace(BRIEF, kept=(), finetune_inputs=6)
+    vision.EXPERIMENT.run(vision.VisionTask(checkpoint, images, brief), tmp_path / "out", ["lot-32"], brief, {})
+    assert asked == [4, 6]
+    assert "on 6 unlabelled inputs" in vision.render(tmp_path / "out").markdown()
+
+
 def test_the_original_is_scored_once_for_all_runs(images, checkpoint, tmp_path, monkeypatch):
     first = vision.EXPERIMENT.run(vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out", ["lot-32"], BRIEF, {})
     scored = vision.VisionTask.scores

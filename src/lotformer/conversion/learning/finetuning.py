@@ -146,15 +146,19 @@ def finetune(
         file, begun = None, None
         if checkpoint is not None:
             chosen: dict[str, Any] = {
-                "precision": precision,
                 "lr": lr,
                 "mechanism_lr": mechanism_lr,
                 "weight_decay": weight_decay,
+                "hidden_weight": hidden_weight,
+                "layer_weight": layer_weight,
+                "freeze_embeddings": freeze_embeddings,
                 "exact_share": exact_share,
+                "holdout": holdout,
+                "evaluate_every": evaluate_every,
+                "precision": precision,
+                "labels": loss is not None,
+                **dataclasses.asdict(settings),
             }
-            chosen |= {"hidden_weight": hidden_weight, "layer_weight": layer_weight, "labels": loss is not None}
-            chosen |= {"freeze_embeddings": freeze_embeddings, **dataclasses.asdict(settings)}
-            chosen |= {"holdout": holdout, "evaluate_every": evaluate_every}
             taught = None if teacher is None else fingerprint(teacher.state_dict())
             described = identity("fine-tuning", model, chosen, weights, fingerprint(batches))
             file, begun = Checkpoint(checkpoint, {**described, "teacher": taught}), fingerprint(weights)

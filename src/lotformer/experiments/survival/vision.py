@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from ...results.cells import Listener
 from .protocol import EVERYTHING, Experiment, ProtocolSettings
 
 EXPERIMENT = Experiment(
-    "survival-vision", "top-1 by prototypes (% of softmax); mean cosine with the original's embeddings", ("top-1",)
+    "survival-vision",
+    "top-1 by a few images a class (% of softmax); mean cosine with the original's embeddings",
+    ("top-1",),
 )
 NAME, render = EXPERIMENT.name, EXPERIMENT.render
 
@@ -131,8 +134,13 @@ class VisionTask:
 def read_images(files: Sequence[Path], size: int) -> Tensor:
     from PIL import Image
 
-    transform = evaluation_transform((size, size), 1.0)
+    transform = _transform(size)
     return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+
+
+@cache
+def _transform(size: int) -> Any:
+    return evaluation_transform((size, size), 1.0)
 
 
 def prototype_accuracy(embeddings: Tensor, labels: Tensor, first: Tensor) -> float:
