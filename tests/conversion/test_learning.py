@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 import signal
@@ -20,26 +19,9 @@ from lotformer.attention.lot import LOT
 from lotformer.conversion import coupling_quality
 from lotformer.conversion.hosts.sites import converted
 from lotformer.conversion.learning import activations, calibration
-from lotformer.data.batches import main_tensor
 from support import learning_run
+from support.learning import batches, bert
 from support.small_models import SMALL, output
-
-
-def batches(count: int = 6) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    result = []
-    for _ in range(count):
-        mask = torch.ones(4, 9, dtype=torch.long)
-        mask[2, 6:] = 0
-        result.append({"input_ids": torch.randint(3, 60, (4, 9), generator=generator), "attention_mask": mask})
-    return result
-
-
-def bert(**options) -> torch.nn.Module:
-    model = SMALL["bert"].build()
-    torch.manual_seed(0)
-    lotformer.convert(model, rank=6, **options)
-    return model
 
 
 def mechanism_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -350,107 +332,6 @@ def test_early_stopping_keeps_the_best_parameters():
     assert report.stopped == "no improvement"
     assert report.steps < 400
     assert report.mean_error_after <= report.mean_error_before
-
-
-class TestFinetuning:
-    def test_imitation_without_labels_brings_outputs_closer(self):
-        original = SMALL["bert"].build()
-        model = bert(solver="sinkhorn")
-        probe = batches(1)[0]
-        before = (output(model, probe) - output(original, probe)).norm()
-        tables = copy.deepcopy(model.embeddings.word_embeddings.weight)
-        report = lotformer.finetune(model, batches(), steps=30, lr=1e-3, holdout=0.0)
-        assert (output(model, probe) - output(original, probe)).norm() < before
-        assert report.losses[-1] < report.losses[0]
-        assert torch.equal(model.embeddings.word_embeddings.weight, tables)
-        assert model.embeddings.word_embeddings.weight.requires_grad
-
-    def test_a_rate_that_is_too_high_leaves_the_model_as_it_was(self):
-        model = bert(solver="sinkhorn")
-        before = copy.deepcopy(model.state_dict())
-        report = lotformer.finetune(model, batches(), steps=6, lr=10.0, evaluate_every=2)
-        assert report.best_step == 0
-        assert report.held_before == report.held_after
-        assert "the model is as it was" in str(report)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-    def test_the_weights_that_did_best_on_held_back_batches_stay(self):
-        """The same batch over and over: what is learned holds for the one that is held back."""
-        model, data = bert(solver="sinkhorn"), batches(1) * 6
-        report = lotformer.finetune(model, data, steps=20, lr=1e-3, evaluate_every=5)
-        assert report.held_after < report.held_before
-        assert report.best_step in (5, 10, 15, 20)
-        assert f"kept the weights of step {report.best_step}" in str(report)
-        twin = bert(solver="sinkhorn")
-        again = lotformer.finetune(twin, data, steps=20, lr=1e-3, evaluate_every=20)
-        assert again.held_after >= report.held_after
-
-    def test_rates_that_are_too_high_are_cut_until_something_is_learned(self):
-        model, data = bert(solver="sinkhorn"), batches(1) * 6
-        report = lotformer.finetune(model, data, steps=60, lr=1.0, mechanism_lr=1e-3, evaluate_every=4)
-        assert report.slowed < 1e-2
-        assert report.held_after < report.held_before
-        assert "rates cut to" in str(report)
-
-    def test_a_loss_that_is_not_a_number_is_told_before_the_first_step(self):
-        model = bert(solver="sinkhorn")
-        with torch.no_grad():
-            model.encoder.layer[-1].output.dense.bias[0] = float("nan")
-        with pytest.raises(ValueError, match="before the first step"):
-            lotformer.finetune(model, batches(), steps=2)
-
-    def test_with_few_batches_or_a_task_nothing_is_held_back(self):
-        assert lotformer.finetune(bert(), batches(4), steps=2).held_before is None
-        assert lotformer.finetune(bert(), batches(), steps=2, holdout=0.0).best_step == 2
-
-    def test_following_the_layers_brings_the_inputs_of_every_layer_closer(self):
-        original, probe = SMALL["bert"].build(), batches(1)[0]
-
-        def error_in_the_middle(weight: float) -> float:
-            model = bert(solver="sinkhorn")
-            lotformer.finetune(model, batches(), steps=30, lr=1e-3, hidden_weight=0.0, layer_weight=weight)
-            ours, theirs = (m.eval()(**probe, output_hidden_states=True).hidden_states[1] for m in (model, original))
-            return ((ours - theirs) * probe["attention_mask"][..., None]).norm().item()
-
-        assert error_in_the_middle(10.0) < 0.9 * error_in_the_middle(0.0)
-
-    @pytest.mark.parametrize("teacher", ["vit", None], ids=["another-architecture", "no-teacher"])
-    def test_following_the_layers_needs_a_teacher_that_has_them(self, teacher):
-        arguments = {"loss": lambda out, _: main_tensor(out).sum()} if teacher is None else {}
-        teacher = None if teacher is None else SMALL[teacher].build()
-        with pytest.raises(ValueError, match=r"`layer_weight`.*teacher"):
-            lotformer.finetune(bert(), batches(), teacher=teacher, layer_weight=1.0, **arguments)
-
-    def test_a_task_is_learned_from_its_loss(self):
-        model = SMALL["bert-classifier"].build()
-        lotformer.convert(model, rank=6, solver="sinkhorn")
-        data = [{**batch, "labels": batch["input_ids"][:, 1] % 2} for batch in batches(2)]
-        report = lotformer.finetune(model, data, loss=lambda out, _: out.loss, steps=60, lr=3e-3)
-        assert sum(report.losses[-6:]) < 0.5 * sum(report.losses[:6])
-
-
-class TestAutocast:
-    """`precision="bf16"`: products in bf16, everything else as it was."""
-
-    def test_fine_tuning_learns_nearly_the_same(self):
-        wide, narrow = bert(solver="sinkhorn"), bert(solver="sinkhorn")
-        expected = lotformer.finetune(wide, batches(), steps=10, lr=1e-4)
-        report = lotformer.finetune(narrow, batches(), steps=10, lr=1e-4, precision="bf16")
-        assert report.losses != expected.losses
-        torch.testing.assert_close(torch.tensor(report.losses), torch.tensor(expected.losses), rtol=0.1, atol=0)
-        assert all(parameter.dtype == torch.float32 for parameter in narrow.parameters())
-        assert not torch.is_autocast_enabled("cpu")
-
-    def test_an_autocast_around_it_stays(self):
-        """What the caller has chosen is not undone by the default."""
-        outside, inside = bert(solver="sinkhorn"), bert(solver="sinkhorn")
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = lotformer.finetune(outside, batches(), steps=1)
-        assert lotformer.finetune(inside, batches(), steps=1, precision="bf16").losses == expected.losses
-
-    def test_another_precision_is_refused(self):
-        with pytest.raises(ValueError, match="got 'fp16'"):
-            lotformer.finetune(bert(), batches(), precision="fp16")
 
 
 class TestHalfPrecision:
