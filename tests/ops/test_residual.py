@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -124,3 +125,28 @@ def test_only_wide_misses_are_told(reached, tol, told, not_warned):
         warnings.simplefilter("always")
         convergence.warn_of_a_miss(lambda: residual, Solve(solver="newton", tol=tol))
     assert bool(caught) == told
+
+
+@pytest.mark.parametrize("solver", ["sinkhorn", "newton"])
+@pytest.mark.parametrize(("mass", "counts"), [(1e-4, True), (1e-6, True), (1e-12, False), (1e-30, False)])
+def test_a_key_that_goes_without_counts_if_its_share_can_be_seen_in_an_output(mass, counts, solver):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 40, 8).unbind(0)
+    masses = torch.ones(1, 2, 40)
+    masses[..., 0] = mass * 40
+    masses = masses / masses.sum(-1, keepdim=True)
+    plan = lotformer.coupling(
+        q,
+        k,
+        torch.randn(2, 6, 8),
+        torch.zeros(2, 6).log_softmax(-1),
+        eps=1.0,
+        iters=40,
+        solver=solver,
+        key_masses=masses,
+    )
+    assert plan.residual().max() < 1e-4
+    without = dataclasses.replace(plan, key_plan=plan.key_plan.index_fill(2, torch.tensor([0]), 0.0))
+    assert without.deviations().shape == (1, 2, 40)
+    assert bool((without.residual() > 0.9).all()) == counts
+    assert bool((without.residual() < 1e-3).all()) == (not counts)

@@ -65,7 +65,18 @@ class Coupling:
         The factors are formed again from the potentials of the backend's solve. In fp32 and at small ε, rounding makes
         this larger than what the solve itself reached, which `lot_attention(…, return_residual=True)` tells.
         """
-        return self._deviation(self.column_sums(), self._count(self.query_masses) * self.key_masses)
+        return _worst(self.deviations())
+
+    def deviations(self) -> Tensor:
+        """Relative deviation of each column sum from its key's mass, `(B, H, M)`.
+
+        A key that should receive less than the rounding of a mean one's share is measured by that rounding: learned
+        masses span tens of orders of magnitude, and whether 1e-25 or 0 arrives there changes no output.
+        """
+        count = self._count(self.query_masses)
+        expected = count * self.key_masses
+        rounding = torch.finfo(expected.dtype).eps * count / self._count(self.key_masses).clamp_min(1)
+        return _deviations(self.column_sums(), expected, rounding)
 
     def doubly_stochastic_error(self) -> Tensor:
         """Worst relative deviation of the plain column sums of A from uniform, per head `(B, H)`.
@@ -75,7 +86,7 @@ class Coupling:
         received = self._received(torch.ones_like(self.query_plan[..., 0]))
         real = torch.ones_like(received[:, :1]) if self.key_mask is None else self.key_mask[:, None].to(received)
         share = self.query_plan.sum((-2, -1))[..., None] / real.sum(-1, keepdim=True).clamp_min(1)
-        return self._deviation(received, share * real)
+        return _worst(_deviations(received, share * real))
 
     def query_clusters(self) -> Tensor:
         """The soft clusters of the queries `(B, H, N, R)`: the mass each query sends to each pivot."""
@@ -98,7 +109,13 @@ class Coupling:
     def _count(masses: Tensor) -> Tensor:
         return (masses > 0).sum(-1, keepdim=True)
 
-    @staticmethod
-    def _deviation(sums: Tensor, expected: Tensor) -> Tensor:
-        deviation = (sums - expected).abs() / torch.where(expected > 0, expected, 1.0)
-        return deviation.amax(-1) if deviation.shape[-1] else deviation.sum(-1)
+
+def _deviations(sums: Tensor, expected: Tensor, least: Tensor | float = 0.0) -> Tensor:
+    """Relative to what is expected, or to `least` where that is more; absolute where both are nothing."""
+    scale = torch.maximum(expected, torch.as_tensor(least, dtype=expected.dtype, device=expected.device))
+    return (sums - expected).abs() / torch.where(scale > 0, scale, 1.0)
+
+
+def _worst(deviations: Tensor) -> Tensor:
+    """Over the keys, of which there may be none."""
+    return deviations.amax(-1) if deviations.shape[-1] else deviations.sum(-1)

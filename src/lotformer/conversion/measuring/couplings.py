@@ -56,10 +56,10 @@ class _Inspector:
         if isinstance(mechanism, LOT):
             prefix = mechanism.prefix_tokens
             plan = mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
-            carried, expected = plan.column_sums(), (real.sum(-1)[:, None, None] - prefix) * plan.key_masses
-            relative = (carried - expected).abs() / expected.expand_as(carried).clamp_min(1e-30)
-            self.residuals.append(relative[real[:, None, prefix:].expand_as(relative)])
-            sums = carried if not prefix and mechanism.near is None else None  # the plan is the whole matrix
+            deviations = plan.deviations()
+            self.residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
+            # where the plan is the whole matrix
+            sums = plan.column_sums() if not prefix and mechanism.near is None else None
             mechanism = mechanism.without_local_mixing()
         if sums is None:
             identity = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
