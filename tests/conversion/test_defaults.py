@@ -12,12 +12,12 @@ from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL
 
 WINDOWS = {
-    "bert": ("1d", 0),
-    "distilbert": ("1d", 0),
-    "marian": ("1d", 0),
-    "vit": ("2d", 1),
-    "timm-vit": ("2d", 1),
-    "torch-encoder": (None, 0),
+    "bert": ("1d", 33, 0),
+    "distilbert": ("1d", 33, 0),
+    "marian": ("1d", 33, 0),
+    "vit": ("2d", 5, 1),
+    "timm-vit": ("2d", 5, 1),
+    "torch-encoder": (None, None, 0),
 }
 
 
@@ -30,7 +30,7 @@ def asked(kind: str, **options: object) -> dict[str, object]:
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_tokens_read_their_neighbours_where_it_is_known_who_they_are(kind):
     options = asked(kind)
-    assert (options.get("window"), options.get("prefix_tokens", 0)) == WINDOWS[kind]
+    assert (options.get("window"), options.get("window_size"), options.get("prefix_tokens", 0)) == WINDOWS[kind]
     assert options["pivots"] == "input-aware"
 
 

@@ -23,7 +23,8 @@ def _dense(near: NearKeys, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int
     mean_key = k[:, :, prefix:].mean(2, keepdim=True)
     w, alpha, b = near.direction.bias, near.mean_weight.bias, near.offset.bias
     rest = (q * (w[:, None] + alpha[:, None, None] * mean_key * q.shape[-1] ** -0.5)).sum(-1) + b[:, None]
-    return scores.softmax(-1) @ v, (scores.logsumexp(-1) - rest - torch.tensor(float(length)).log()).sigmoid()
+    far = (apart > near.size // 2).sum(-1).to(rest)
+    return scores.softmax(-1) @ v, (scores.logsumexp(-1) - rest - far.log()).sigmoid()
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,31 @@ def test_padding_changes_nothing() -> None:
     assert (padded[:, :, 13:] == 0).all()
 
 
-def test_a_window_over_everything_that_takes_all_is_softmax() -> None:
-    mechanism = _mechanism(window="1d", prefix_tokens=1)
+@pytest.mark.parametrize("window", ["1d", "2d"])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_tokens_that_see_every_key_are_softmax(window: str, padding: int) -> None:
+    mechanism = _mechanism(window=window, prefix_tokens=1, pivots="input-aware")
     assert mechanism.near is not None
-    mechanism.near.size = 19
-    torch.nn.init.constant_(mechanism.near.offset.bias, -100.0)
+    mechanism.near.size = 17
     q, k, v = torch.randn(3, 2, 2, 10, 8)
-    torch.testing.assert_close(mechanism(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding), value=torch.nan) for x in (q, k, v))
+    mask = None if padding == 0 else (torch.arange(10 + padding) < 10).expand(2, -1)
+    torch.testing.assert_close(mechanism(q, k, v, mask, mask)[:, :, :10], expected)
+
+
+def test_keys_outside_the_window_are_counted_where_they_are_real() -> None:
+    """λ of a padded batch is that of its samples alone, in the middle of a text as at its ends."""
+    torch.manual_seed(0)
+    near = NearKeys(2, 8, "1d", 5)
+    q, k, v = torch.randn(3, 1, 2, 12, 8)
+    for real in (1, 3, 5, 9):
+        mask = torch.arange(12)[None] < real
+        _, share = near(q, k, v, mask, None, mask)
+        _, alone = near(*(x[:, :, :real] for x in (q, k, v)))
+        torch.testing.assert_close(share[:, :, :real], alone)
+    _, nothing = near(q, k, v, torch.zeros(1, 12, dtype=torch.bool))
+    assert (nothing == 0).all()
 
 
 def test_every_parameter_learns() -> None:

@@ -61,7 +61,7 @@ def convert(
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
-            transformers get `window="2d"`, Hugging Face's text encoders `window="1d"`, both with `window_size=5`, and
+            transformers get `window="2d"` of 5 × 5 patches, Hugging Face's text encoders `window="1d"` of 33 tokens, and
             the former the `prefix_tokens` they have: tokens read their neighbours and such special tokens by softmax,
             which trained models need more than anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone.
@@ -231,7 +231,8 @@ def _near(
 def _window(tokens: TokenKind | None, special: int) -> _Options:
     if tokens is None:
         return {}
-    return {"window": "2d" if tokens == "image" else "1d", "window_size": 5, "prefix_tokens": special}
+    kind, size = ("2d", 5) if tokens == "image" else ("1d", 33)
+    return {"window": kind, "window_size": size, "prefix_tokens": special}
 
 
 def choose(

@@ -31,7 +31,7 @@ from ..results.cells import CellFolder, Listener, Origin, Record
 from ..results.report import Report
 from ..results.sources import checkpoint_source, files_source
 from ..results.tables import Table
-from .forms import AWARE, NEAR, TRANSPORT
+from .forms import AWARE, NEAR, TRANSPORT, WIDE
 
 NAME = "glue"
 
@@ -63,14 +63,15 @@ METHODS: dict[str, Method] = {
     "lot-aware-keys": Method("lot", "output", {**AWARE, "balance": "keys"}),
     "lot-aware-none": Method("lot", "output", {**AWARE, "balance": "none"}),
     "lot-near": Method("lot", "output", NEAR, mechanism_lr=1e-3),
-    "lot-near-keys": Method("lot", "output", {"balance": "keys"}, mechanism_lr=1e-3),
-    "lot-near-none": Method("lot", "output", {"balance": "none"}, mechanism_lr=1e-3),
+    "lot-near-keys": Method("lot", "output", {**NEAR, "balance": "keys"}, mechanism_lr=1e-3),
+    "lot-near-none": Method("lot", "output", {**NEAR, "balance": "none"}, mechanism_lr=1e-3),
     "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}, mechanism_lr=1e-3),
+    "lot-wide": Method("lot", "output", WIDE, mechanism_lr=1e-3),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
-nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-near-keys` is
-the default of `convert`."""
+five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-wide`
+reads 33, as `convert` does by itself."""
 
 
 @dataclass(frozen=True)

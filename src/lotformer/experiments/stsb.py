@@ -28,7 +28,7 @@ from ..results.cells import CellFolder, Listener, Origin, Record
 from ..results.report import Report
 from ..results.sources import checkpoint_source, files_source
 from ..results.tables import Table
-from .forms import AWARE, NEAR, TRANSPORT
+from .forms import AWARE, NEAR, TRANSPORT, WIDE
 
 NAME = "stsb"
 
@@ -41,14 +41,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-aware-keys": {**AWARE, "balance": "keys"},
     "lot-aware-none": {**AWARE, "balance": "none"},
     "lot-near": NEAR,
-    "lot-near-keys": {"balance": "keys"},
-    "lot-near-none": {"balance": "none"},
+    "lot-near-keys": {**NEAR, "balance": "keys"},
+    "lot-near-none": {**NEAR, "balance": "none"},
     "lot-near-fixed": {**NEAR, "pivots": "fixed"},
     "lot-near-cls": {**NEAR, "prefix_tokens": 1},
+    "lot-wide": WIDE,
 }
 """Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
 stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first
-token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `convert` makes `lot-near-keys`."""
+token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `convert` makes `lot-wide`."""
 
 STAGES = ("converted", "calibrated", "fine-tuned")
 

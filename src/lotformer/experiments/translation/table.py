@@ -302,7 +302,7 @@ def render(folder: Path) -> Report:
         "all other weights bitwise as they were, and the swap to leave the decoder's output on fixed encoder states.",
         "lot: the paper's (32 random pivots, ε = 1, five sweeps, uniform masses); lot-exact: ε = 0.1, solved to "
         "rounding, learned key masses; lot-aware: the same with pivots that see the input; lot-near: and a window "
-        "of five tokens read by softmax, as `convert` does by default.",
+        "of five tokens read by softmax.",
         "Column error: the largest relative deviation of a column sum from its mass; d.s. error: the mean deviation "
         "from 1.",
         *(f"{text}." for text in signatures),
