@@ -61,9 +61,9 @@ def convert(
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
-            transformers get `window="2d"` of 5 × 5 patches, Hugging Face's text encoders `window="1d"` of 33 tokens, and
-            the former the `prefix_tokens` they have: tokens read their neighbours and such special tokens by softmax,
-            which trained models need more than anything else. Models of two towers get each where it belongs.
+            transformers get `window="2d"`, 5 × 5 patches, and the `prefix_tokens` they have, Hugging Face's text
+            encoders `window="1d"`, 33 tokens: tokens read their neighbours and such special tokens by softmax, which
+            trained models need more than anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone.
 
     Returns:
