@@ -50,6 +50,18 @@ def test_calibration_works_in_every_kind_of_host(kind):
     assert report.mean_error_after < report.mean_error_before
 
 
+def test_the_report_says_how_long_inputs_were_and_whether_there_was_anything_to_learn():
+    """Padding is no input, and texts within the window leave nothing to be transported."""
+    given = batches()
+    longest = max(int(batch["attention_mask"].sum(-1).max()) for batch in given)
+    report = lotformer.calibrate(bert(), given, steps=2)
+    assert report.longest == longest
+    assert f"on inputs of up to {longest} tokens" in str(report)
+    short = lotformer.calibrate(bert(window="1d", window_size=2 * longest - 1), given, steps=2)
+    assert "there was nothing to learn" in str(short)
+    assert f"at most {longest} tokens" in str(short)
+
+
 def test_only_the_mechanisms_are_trained():
     model = bert()
     before = {name: value.clone() for name, value in model.state_dict().items() if ".mechanism." not in name}

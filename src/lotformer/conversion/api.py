@@ -27,6 +27,10 @@ from .swapping import Located, put_in, take_out
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
 
+WINDOW_SIZES: dict[TokenKind, int] = {"text": 33, "image": 5}
+"""How wide the window is by default, in tokens along a text and in patches a side. Wider ones take a few percent of the
+time of a whole model; what they are worth is in docs/conversion.md."""
+
 
 def convert(
     model: nn.Module,
@@ -231,8 +235,8 @@ def _near(
 def _window(tokens: TokenKind | None, special: int) -> _Options:
     if tokens is None:
         return {}
-    kind, size = ("2d", 5) if tokens == "image" else ("1d", 33)
-    return {"window": kind, "window_size": size, "prefix_tokens": special}
+    kind = "2d" if tokens == "image" else "1d"
+    return {"window": kind, "window_size": WINDOW_SIZES[tokens], "prefix_tokens": special}
 
 
 def choose(

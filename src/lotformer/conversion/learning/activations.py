@@ -42,6 +42,11 @@ class Attended:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v, self.target
 
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sample, without padding."""
+        return self.k.shape[2] if self.mask is None else int(self.mask.sum(-1).max())
+
 
 def projected(out: Tensor, projection: Tensor | None) -> Tensor:
     """What attention `(B, H, N, D)` hands on, `(B, N, C)` in fp32 or wider; heads side by side without a projection."""
@@ -100,6 +105,7 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
+        longest: the number of tokens of the longest input, without padding.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Activations:
     ) -> None:
         self.names = [name for name, _ in require_converted(model)]
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
+        self.longest = 0
         self._kept: dict[int, dict[str, Attended] | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
@@ -188,6 +195,7 @@ class Activations:
 
     def _keep(self, index: int, seen: dict[str, Attended]) -> None:
         self._device = next(iter(seen.values())).q.device
+        self.longest = max(self.longest, *(layer.length for layer in seen.values()))
         seen = {name: _moved(layer, torch.device("cpu")) for name, layer in seen.items()}
         size = sum(x.nbytes for layer in seen.values() for x in layer.tensors)
         if size <= self._free:

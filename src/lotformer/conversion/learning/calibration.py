@@ -30,6 +30,7 @@ from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
 
 _FORECAST_BATCHES = 4  # each is run twice, the first one once more for every layer
+_ROUNDING = 1e-9  # a relative squared error that is no error
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class CalibrationReport:
         losses: the objective, averaged over layers, at every step. best_step: whose parameters were kept.
         stopped: "finished" or "no improvement".
         forecast: what to expect of the whole model, from the held-back batches: errors of layers compound.
+        longest: tokens of the longest input; what is said here does not hold for much longer ones.
     """
 
     objective: Objective
@@ -53,6 +55,7 @@ class CalibrationReport:
     error_after: dict[str, float]
     losses: tuple[float, ...]
     forecast: Forecast | None = None
+    longest: int = 0
 
     @property
     def mean_error_before(self) -> float:
@@ -63,9 +66,14 @@ class CalibrationReport:
         return sum(self.error_after.values()) / len(self.error_after)
 
     def __str__(self) -> str:
+        if self.mean_error_before < _ROUNDING:
+            return (
+                f"there was nothing to learn: inputs of at most {self.longest} tokens are read as before. If the model "
+                "will read longer ones, calibrate on such."
+            )
         return (
-            f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}): "
-            f"mean relative output error {self.mean_error_before:.3f} → {self.mean_error_after:.4f}"
+            f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}), "
+            f"on inputs of up to {self.longest} tokens: mean relative output error {self.mean_error_before:.3f} → {self.mean_error_after:.4f}"
             + ("" if self.forecast is None else f"; {self.forecast}")
         )
 
@@ -165,6 +173,7 @@ def calibrate(
         finally:
             solver.restore()
         work.keep_best()
+        longest = cache.longest
     expected = forecast(model, [given[index] for index in held[:_FORECAST_BATCHES]])
     return CalibrationReport(
         objective=objective,
@@ -176,6 +185,7 @@ def calibrate(
         error_after=work.best_errors,
         losses=tuple(loop.losses),
         forecast=expected,
+        longest=longest,
     )
 
 
