@@ -1,4 +1,4 @@
-"""Shared problems and a harsh allocator: memory that nobody wrote is NaN, so that reading it shows."""
+"""What every test starts from: the same numbers, memory that is NaN until it is written, narrow windows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lotformer import _torchvision
+from lotformer.conversion import api
 
 _torchvision.prepare()  # tests import timm, which cannot import a CUDA build of torchvision beside a CPU build of torch
 
@@ -29,6 +30,12 @@ def _seeded_and_poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     yield
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def narrow_window(monkeypatch):
+    """Small models read short texts: within a window of their length there would be nothing to learn or to go wrong."""
+    monkeypatch.setitem(api.WINDOW_SIZES, "text", 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

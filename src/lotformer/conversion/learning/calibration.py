@@ -73,8 +73,8 @@ class CalibrationReport:
             )
         return (
             f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}), "
-            f"on inputs of up to {self.longest} tokens: mean relative output error {self.mean_error_before:.3f} → {self.mean_error_after:.4f}"
-            + ("" if self.forecast is None else f"; {self.forecast}")
+            f"on inputs of up to {self.longest} tokens: mean relative output error {self.mean_error_before:.3f} → "
+            f"{self.mean_error_after:.4f}" + ("" if self.forecast is None else f"; {self.forecast}")
         )
 
 
