@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import lotformer.conversion
 from lotformer.cli import app
 from lotformer.conversion import ConversionReport, CouplingQuality
-from lotformer.conversion.hosts.sites import converted
+from lotformer.conversion.hosts.sites import converted, mechanism_of
 from lotformer.conversion.measuring.fidelity import Fidelity, fidelity, spearman
 from lotformer.conversion.measuring.report import Layer
 from lotformer.data import minilm
@@ -106,6 +106,16 @@ class TestConvertCommand:
         # a shell reports death by SIGTERM, the fate of a process that was not training yet, by the same number
         assert status == code or (number == signal.SIGTERM and status == -number), said
         assert "Traceback" not in said
+
+    def test_the_window_is_as_wide_as_asked_for(self, checkpoint, tmp_path):
+        command = [checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--window-size", 7]
+        code, said = run(*command, "--no-window")
+        assert code != 0
+        assert "give one of them" in " ".join(said.split())
+        code, said = run(*command)
+        assert code == 0, said
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+        assert {mechanism_of(module).near.size for _, module in converted(model)} == {7}
 
     def test_pivots_may_see_the_input(self, checkpoint, tmp_path):
         code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--pivots", "input-aware")

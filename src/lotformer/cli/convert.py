@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import conversion
 from .._files import require_writable, write_text
 from .._settings import Settings, setting
+from ..conversion.api import WINDOW_SIZES
 from ..conversion.measuring.fidelity import fidelity
 from ..data.checkpoints import checkpoint_root
 from ..results.tables import Table
@@ -47,6 +48,11 @@ class ConvertSettings(Settings):
         "Pivots of LOT: input-aware, or fixed (faster, further from the original).",
     )
     window: bool = setting(True, "Let LOT read the nearest and the special tokens by softmax; off is transport alone.")
+    window_size: int | None = setting(
+        None,
+        "Width of that window, odd; {text} tokens or {image} patches a side by default.".format(**WINDOW_SIZES),
+        at_least=1,
+    )
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     images: Path | None = setting(None, "Folder of images to calibrate a vision model on, with its sub-folders.")
     model: str | None = setting(None, "Name of the model in timm, if the source is a file of its weights.")
@@ -112,7 +118,11 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
         if getattr(settings, name) != _default(conversion.convert, name):
             options[name] = getattr(settings, name)
     if not settings.window:
+        if settings.window_size is not None:
+            raise ValueError("--window-size says how wide the window is that --no-window takes away: give one of them.")
         options |= {"window": None, "prefix_tokens": 0}
+    elif settings.window_size is not None:
+        options["window_size"] = settings.window_size
     before = _Comparison(subject) if steps else None
     say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))
     if before is None:
