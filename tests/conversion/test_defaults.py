@@ -12,9 +12,9 @@ from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL
 
 WINDOWS = {
-    "bert": ("1d", 33, 0),
-    "distilbert": ("1d", 33, 0),
-    "marian": ("1d", 33, 0),
+    "bert": ("1d", 65, 0),
+    "distilbert": ("1d", 65, 0),
+    "marian": ("1d", 65, 0),
     "vit": ("2d", 5, 1),
     "timm-vit": ("2d", 5, 1),
     "torch-encoder": (None, None, 0),

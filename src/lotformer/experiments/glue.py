@@ -71,7 +71,7 @@ METHODS: dict[str, Method] = {
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
 five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-wide`
-reads 33, as `convert` does by itself."""
+reads 65, as `convert` does by itself."""
 
 
 @dataclass(frozen=True)
