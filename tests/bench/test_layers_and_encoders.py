@@ -87,7 +87,7 @@ def test_converted_encoders_are_timed_with_what_they_cost(tmp_path, monkeypatch)
         tokenizer.save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     said = invoke("encoder", "--original", "original", "--converted", "converted,folded", "--max-n", 32,
-                  "--sentences", 12, *QUICK)  # fmt: skip
+                  "--texts", 12, *QUICK)  # fmt: skip
     result = stored(tmp_path / "out/bench/encoder")
     for variant in result["variants"]:
         assert 0 < variant["cosine"] <= 1.0001

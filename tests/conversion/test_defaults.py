@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -9,10 +11,12 @@ import transformers
 import lotformer
 from lotformer.conversion import recipe
 from lotformer.conversion.hosts.sites import converted
+from lotformer.experiments.forms import WIDE
 from support.small_models import SMALL
 
 WINDOWS = {
     "bert": ("1d", 65, 0),
+    "bert-classifier": ("1d", 65, 1),
     "distilbert": ("1d", 65, 0),
     "marian": ("1d", 65, 0),
     "vit": ("2d", 5, 1),
@@ -46,7 +50,41 @@ def test_whoever_asks_for_uniform_masses_gets_transport_alone(kind):
     assert not options.get("prefix_tokens")
 
 
+def test_texts_within_the_window_are_read_as_before_and_longer_ones_are_not():
+    """33 tokens see each other, of 34 the first and the last do not."""
+    model = SMALL["bert"].build()
+    twice = copy.deepcopy(model)
+    lotformer.convert(twice, rank=3)
+    for tokens, alike in ((33, True), (34, False)):
+        ids = torch.randint(3, 60, (2, tokens), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(2, tokens + 5, dtype=torch.long)
+        mask[0, :5], mask[1, tokens:] = 0, 0
+        padded = torch.zeros(2, tokens + 5, dtype=torch.long)
+        padded[0, 5:], padded[1, :tokens] = ids
+        with torch.no_grad():
+            ours, theirs = (m(input_ids=padded, attention_mask=mask).last_hidden_state for m in (twice, model))
+        assert torch.allclose(ours[mask.bool()], theirs[mask.bool()], atol=1e-5) == alike
+
+
+def test_the_fresh_model_is_probed_with_texts_longer_than_its_window():
+    report = lotformer.convert(SMALL["bert"].build(), rank=3)
+    assert report.probe is not None
+    assert report.probe.relative_change > 1e-4
+
+
+def test_layers_cannot_be_chosen_by_inputs_that_all_of_them_read_as_before():
+    model, ids = SMALL["bert"].build(), torch.randint(3, 60, (2, 12))
+    with pytest.raises(ValueError, match="within the window"):
+        lotformer.convert(model, layers="auto", budget=1, probe={"input_ids": ids})
+    assert not converted(model)
+
+
+def test_the_form_that_experiments_call_wide_is_the_default():
+    assert asked("bert") == {**asked("bert"), **WIDE}
+
+
 def test_what_was_asked_for_wins():
+    assert asked("bert", window="2d")["window_size"] == 5, "a grid is not as wide as a text"
     assert asked("bert", window=None)["window"] is None
     assert asked("vit", window_size=3)["window_size"] == 3
     assert asked("bert", key_masses="uniform", window="1d")["window"] == "1d"

@@ -19,6 +19,7 @@ from lotformer.attention.lot import LOT
 from lotformer.conversion import coupling_quality
 from lotformer.conversion.hosts.sites import converted
 from lotformer.conversion.learning import activations, calibration
+from lotformer.conversion.learning.held_back import apart
 from support import learning_run
 from support.learning import batches, bert
 from support.small_models import SMALL, output
@@ -60,6 +61,18 @@ def test_the_report_says_how_long_inputs_were_and_whether_there_was_anything_to_
     short = lotformer.calibrate(bert(window="1d", window_size=2 * longest - 1), given, steps=2)
     assert "there was nothing to learn" in str(short)
     assert f"at most {longest} tokens" in str(short)
+    assert short.steps == 0
+
+
+def test_short_inputs_that_were_kept_back_do_not_judge_what_long_ones_taught():
+    """They come out as before whatever is learned."""
+    given = batches(10)
+    given[5] = {name: x[:, :3] for name, x in given[5].items()}
+    _, held = apart(10, 0.1)
+    assert held == [5]
+    report = lotformer.calibrate(bert(), given, steps=20, evaluate_every=10)
+    assert report.best_step > 0
+    assert report.mean_error_after < report.mean_error_before
 
 
 def test_only_the_mechanisms_are_trained():

@@ -97,6 +97,28 @@ def test_tokens_that_see_every_key_are_softmax(window: str, padding: int) -> Non
     torch.testing.assert_close(mechanism(q, k, v, mask, mask)[:, :, :10], expected)
 
 
+def test_rows_sum_to_one_where_nothing_but_the_prefix_is_real() -> None:
+    mechanism = _mechanism(window="1d", prefix_tokens=1)
+    q, k = torch.randn(2, 1, 2, 7, 8)
+    mask = torch.arange(7)[None] < 1
+    matrix = mechanism(q, k, torch.eye(7).expand(1, 2, 7, 7), mask)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 2, 7))
+
+
+def test_keys_outside_a_window_of_patches_are_counted_where_they_are_real() -> None:
+    torch.manual_seed(0)
+    near = NearKeys(2, 8, "2d", 3).double()
+    q, k, v = torch.randn(3, 1, 2, 20, 8, dtype=torch.double)
+    mask = torch.rand(1, 20) < 0.6
+    _, share = near(q, k, v, mask, (4, 5))
+    place = torch.arange(20)
+    apart = torch.maximum((place[:, None] // 5 - place // 5).abs(), (place[:, None] % 5 - place % 5).abs())
+    scores = (q @ k.mT * 8**-0.5).masked_fill((apart > 1) | ~mask, -torch.inf)
+    mean_key = k[:, :, mask[0]].mean(2, keepdim=True)
+    rest = (q * mean_key).sum(-1) * 8**-0.5 + ((apart > 1) & mask).sum(-1).log()
+    torch.testing.assert_close(share, (scores.logsumexp(-1) - rest).sigmoid())
+
+
 def test_keys_outside_the_window_are_counted_where_they_are_real() -> None:
     """λ of a padded batch is that of its samples alone, in the middle of a text as at its ends."""
     torch.manual_seed(0)

@@ -304,7 +304,8 @@ class LOT(Attention):
     ) -> Coupling:
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix.
 
-        With a window, the masses of the queries are what their rows leave to be transported.
+        With a window, the masses of the queries are what their rows leave to be transported; where that is nothing,
+        the plan is not used.
         """
         self._check(q, k, k, key_mask, query_mask)
         self._require_self_attention(q, k)
@@ -325,6 +326,10 @@ class LOT(Attention):
             key_masses=self.key_masses(q, k, key_mask, query_mask),
             backend=self.backend,
         )
+
+    def sees_all(self, tokens: int) -> bool:
+        """Whether every token of a sequence this long has all keys in its window, so that it is read by softmax."""
+        return self.near is not None and self.near.sees_all(tokens - self.prefix_tokens)
 
     @property
     def is_matrix(self) -> bool:

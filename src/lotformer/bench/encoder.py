@@ -40,14 +40,14 @@ class EncoderSettings(BenchSettings):
 
     original: str = setting("", "Folder of the softmax encoder, or a package with a MODEL_DIR.")
     converted: tuple[str, ...] = setting((), "Folders of encoders that were made from it by `lotformer convert`.")
-    sentences: int = setting(400, "Held-back sentences to compare embeddings of, at most.", at_least=2)
+    texts: int = setting(400, "Held-back texts to compare embeddings of, at most.", at_least=2)
     max_n: int = setting(512, "Skip shapes with more tokens.")
     seconds: float = setting(3.0, "Seconds to spend on each model and shape.")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A converted model: what it is, and how near to the original and how balanced it is on held-back sentences."""
+    """A converted model: what it is, and how near to the original and how balanced it is on held-back texts."""
 
     name: str
     source: Source
@@ -78,7 +78,7 @@ class EncoderResult:
 def run(
     settings: EncoderSettings, provenance: Provenance, listen: Callable[[str], None] = lambda what: None
 ) -> EncoderResult:
-    """Compare embeddings of held-back sentences, then time all models in turns on random tokens without padding."""
+    """Compare embeddings of held-back texts, then time all models in turns on random tokens without padding."""
     from transformers import AutoModel, AutoTokenizer, logging
 
     logging.set_verbosity_error()
@@ -88,7 +88,7 @@ def run(
     place = checkpoint_folder(settings.original)
     tokenizer = AutoTokenizer.from_pretrained(str(place))
     softmax = AutoModel.from_pretrained(str(place)).eval()
-    texts = python_reference().held_back[: settings.sentences]
+    texts = python_reference().held_back[: settings.texts]
     expected = embed(softmax, tokenizer, texts)
     models: dict[str, nn.Module] = {"softmax": softmax}
     variants = []
@@ -130,7 +130,7 @@ def render(folder: Path) -> Report:
     ]
     first = (
         f"How many times as fast as {result.original.name} with PyTorch's fused softmax, samples × tokens, fp32, no "
-        "padding. Cosine with the original's embeddings and residual on sentences of Python's manual that were kept "
+        "padding. Cosine with the original's embeddings and residual on texts of Python's manual that were kept "
         "back."
     )
     return Report(

@@ -83,6 +83,7 @@ def convert(
     """
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
+        _require_window(settings)
         root = Path(source) if settings.model is not None else checkpoint_root(source)
         _require_replaceable(out, root, force)
         require_writable(out.parent)
@@ -91,6 +92,15 @@ def convert(
         if table is not None:
             write_text(table.markdown() + "\n", out / _PAGE)
     say(console, f"Saved to {out}; load it with {subject.how_to_load}.")
+
+
+def _require_window(settings: ConvertSettings) -> None:
+    if settings.window_size is None:
+        return
+    if not settings.window:
+        raise ValueError("--window-size says how wide the window is that --no-window takes away: give one of them.")
+    if settings.window_size % 2 == 0:
+        raise ValueError(f"--window-size must be odd, so that a token is in the middle; got {settings.window_size}.")
 
 
 def _require_replaceable(out: Path, root: Path, force: bool) -> None:
@@ -118,8 +128,6 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
         if getattr(settings, name) != _default(conversion.convert, name):
             options[name] = getattr(settings, name)
     if not settings.window:
-        if settings.window_size is not None:
-            raise ValueError("--window-size says how wide the window is that --no-window takes away: give one of them.")
         options |= {"window": None, "prefix_tokens": 0}
     elif settings.window_size is not None:
         options["window_size"] = settings.window_size

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
+from ..nn.near_keys import WindowKind
 from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
@@ -66,8 +67,9 @@ def convert(
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, 5 × 5 patches, and the `prefix_tokens` they have, Hugging Face's text
-            encoders `window="1d"`, 65 tokens: tokens read their neighbours and such special tokens by softmax, which
-            trained models need more than anything else. Models of two towers get each where it belongs.
+            encoders `window="1d"`, 65 tokens, and classifiers of texts `prefix_tokens=1`, the token they judge by:
+            tokens read their neighbours and such special tokens by softmax, which trained models need more than
+            anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone.
 
     Returns:
@@ -140,6 +142,11 @@ def _convert_all_but(
         errors = fresh_errors(model, probe)
     finally:
         take_out(model)
+    if errors is None:
+        raise ValueError(
+            'layers="auto" looks at what the layers do: the inputs of `probe` are within the window, where all of them '
+            "do what they did. Give longer ones."
+        )
     if budget >= len(errors):
         raise ValueError(f"budget must leave something to convert: the model has {len(errors)} layers, got {budget}.")
     kept = sorted(errors, key=errors.__getitem__, reverse=True)[:budget]
@@ -218,9 +225,13 @@ def _near(
     found: dict[TokenKind | None, set[int]] = {}
     for _, site in sites:
         tokens = tokens_before(model, site.name)
-        # a text may be padded on the left: no place in it is special
-        found.setdefault(tokens, set()).add(special_tokens(model, site.name) if tokens == "image" else 0)
-    windows = {tokens: _window(tokens, *special) for tokens, special in found.items() if len(special) == 1}
+        special = special_tokens(model, site.name) if tokens == "image" else _judged_by_the_first(model)
+        found.setdefault(tokens, set()).add(special)
+    windows = {
+        tokens: _window(tokens, settings.get("window"), *special)
+        for tokens, special in found.items()
+        if len(special) == 1
+    }
     if len(found) == 1:
         return next(iter(windows.values()), {}), {}
     answered = {*settings, *(["window_size"] if settings.get("window", "") is None else [])}
@@ -232,11 +243,21 @@ def _near(
     return {}, {tokens: near for tokens, near in towers.items() if near}
 
 
-def _window(tokens: TokenKind | None, special: int) -> _Options:
+def _judged_by_the_first(model: nn.Module) -> int:
+    """How many tokens at the start of a text are special: one if a classifier judges by it.
+
+    Otherwise none: texts may be padded on the left, which such classifiers do not bear anyway.
+    """
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    return int(classifies and not getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _window(tokens: TokenKind | None, asked: WindowKind | None, special: int) -> _Options:
     if tokens is None:
         return {}
-    kind = "2d" if tokens == "image" else "1d"
-    return {"window": kind, "window_size": WINDOW_SIZES[tokens], "prefix_tokens": special}
+    kind = asked or ("2d" if tokens == "image" else "1d")
+    size = WINDOW_SIZES["image" if kind == "2d" else "text"]
+    return {"window": kind, "window_size": size, "prefix_tokens": special}
 
 
 def choose(

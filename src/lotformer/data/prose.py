@@ -6,27 +6,41 @@ import re
 from dataclasses import dataclass
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_LENGTHS = (3, 9)  # sentences of a passage: about 75 and 220 tokens, longer than the window that text encoders get
 
 
 @dataclass(frozen=True)
 class Prose:
-    """Sentences to calibrate on, and sentences from other topics that are kept back."""
+    """Passages to calibrate on, and passages from other topics that are kept back."""
 
     calibration: list[str]
     held_back: list[str]
 
 
 def python_reference(held_back_every: int = 5) -> Prose:
-    """Sentences of Python's reference, each once; every fifth topic is kept back as a whole."""
+    """Passages of Python's reference; every fifth topic is kept back as a whole.
+
+    They are three or nine sentences long, and a sentence is in one passage of each kind: topics repeat each other.
+    """
     from pydoc_data.topics import topics
 
-    parts: dict[bool, dict[str, None]] = {False: {}, True: {}}
-    for index, name in enumerate(sorted(topics)):
-        held = index % held_back_every == 0
-        for sentence in _sentences(topics[name]):
-            parts[held].setdefault(sentence)
-    calibration = [sentence for sentence in parts[False] if sentence not in parts[True]]
-    return Prose(calibration, list(parts[True]))
+    names = sorted(topics)
+    held = names[::held_back_every]
+    seen: set[str] = set()
+    kept_back = _passages([topics[name] for name in held], seen)
+    return Prose(_passages([topics[name] for name in names if name not in held], seen), kept_back)
+
+
+def _passages(texts: list[str], seen: set[str]) -> list[str]:
+    """Sentences that follow each other in a text, without those seen before, which then have been."""
+    found = []
+    for text in texts:
+        new = [sentence for sentence in dict.fromkeys(_sentences(text)) if sentence not in seen]
+        seen.update(new)
+        for length in _LENGTHS:
+            runs = (new[start : start + length] for start in range(0, len(new), length))
+            found += [" ".join(run) for run in runs if 2 * len(run) > length]
+    return found
 
 
 def _sentences(text: str) -> list[str]:

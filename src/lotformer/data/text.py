@@ -27,7 +27,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def text_batches(
-    tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, max_length: int = 128
+    tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, max_length: int = 256
 ) -> list[dict[str, Tensor]]:
     """Texts as model inputs, texts of like length together: little padding, and the same batches every time."""
     ordered = sorted(texts, key=len)
@@ -38,7 +38,7 @@ def text_batches(
 
 @torch.no_grad()
 def embed(
-    model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 64, max_length: int = 128
+    model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 64, max_length: int = 256
 ) -> Tensor:
     """Unit sentence embeddings `(texts, C)`: mean over real tokens, normalised; in evaluation mode."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -56,4 +56,5 @@ def embed(
 
 
 def _tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> Any:
-    return tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+    longest = min(max_length, tokenizer.model_max_length)
+    return tokenizer(list(texts), padding=True, truncation=True, max_length=longest, return_tensors="pt")

@@ -60,9 +60,9 @@ def render(result: DemoResult) -> str:
         "<h1>all-MiniLM-L6-v2, on linear attention</h1>"
         f"<p>A trained sentence encoder whose {len(result.conversion.converted)} softmax attention layers were "
         f"replaced by LOT attention with {result.conversion.options['rank']} pivots per head: every token reads "
-        "itself and four neighbours by softmax; the rest of its mass goes to the pivots, and from them to the tokens, "
-        f"both by optimal transport. The cost grows linearly with the text. "
-        f"{result.conversion.parameters_added:,} parameters were added; all others stayed "
+        f"itself and the {result.conversion.options['window_size'] // 2} on either side by softmax; the rest of its "
+        "mass goes to the pivots, and from them to the tokens, both by optimal transport. The cost grows linearly "
+        f"with the text. {result.conversion.parameters_added:,} parameters were added; all others stayed "
         "as they were until fine-tuning.</p>"
         f'<div class="facts">{cards}</div>{_fidelity(result)}{_heads(result)}{_learning(result)}{_use(result)}'
         f"<footer>lotformer {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
@@ -97,8 +97,8 @@ def _fidelity(result: DemoResult) -> str:
         head.append("STS-B Spearman recovered")
     return (
         "<section><h2>How much of the model survives</h2>"
-        f"<p>Calibrated on {result.calibration_texts:,} sentences of Python's reference manual, judged on "
-        f"{result.held_back_texts:,} sentences of topics kept back, against the original model. <b>Calibrated</b>: "
+        f"<p>Calibrated on {result.calibration_texts:,} passages of Python's reference manual, judged on "
+        f"{result.held_back_texts:,} passages of topics kept back, against the original model. <b>Calibrated</b>: "
         "only the new parameters have learned. <b>Fine-tuned</b>: all weights have, without labels, from the "
         "original's outputs. <b>Second best</b>: another conversion, a little faster. "
         "<b>Residual</b>: how far a column sum of what is transported is from the key's mass. "
@@ -120,10 +120,9 @@ def _heads(result: DemoResult) -> str:
     return (
         "<section><h2>Before and after, inside one head</h2>"
         "<p>Rows are tokens that look, columns tokens looked at; the bars above add up each column. In three layers, "
-        "the head with the tallest sink. The matrix on the right is a band and "
-        f"a matrix of rank {result.conversion.options['rank']}, and is never formed when the model runs.</p>"
-        + "".join(pair(heads) for heads in result.heads)
-        + "</section>"
+        f"the head with the tallest sink, on a text of {len(result.heads[0].tokens)} tokens. The matrix on the right "
+        f"is a band and a matrix of rank {result.conversion.options['rank']}, and is never formed when the model "
+        "runs.</p>" + "".join(pair(heads) for heads in result.heads) + "</section>"
     )
 
 

@@ -29,7 +29,13 @@ from .speed import Speed, compare_speed
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 SECOND_BEST: dict[str, Any] = {"pivots": "fixed"}
-SENTENCE = "The value of the expression is computed first, and then it is bound to the name on the left."
+PASSAGE = (
+    "The value of the expression is computed first, and then it is bound to the name on the left. If the name was "
+    "bound before, the old value is given up, and it is gone as soon as nothing else refers to it. A name that is "
+    "bound anywhere in a function belongs to the function as a whole, unless it is declared to live outside. Whoever "
+    "reads it before it is bound gets an error, however often the same name occurs in the module around the function."
+)
+_BATCH = 16  # passages: fewer steps would see all of them with twice as many
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class DemoSettings(Settings):
     """How much the demo spends."""
 
     rank: int = setting(32, "Pivots per head.", at_least=1)
-    steps: int = setting(150, "Steps of calibration.", at_least=1)
-    finetune_steps: int = setting(100, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    steps: int = setting(120, "Steps of calibration.", at_least=1)
+    finetune_steps: int = setting(80, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
     longest: int = setting(LENGTHS[-1], "Longest text in the comparison of speed, in tokens.", at_least=LENGTHS[0])
     seed: int = setting(0, "Random seed.")
 
@@ -56,7 +62,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Heads:
-    """One attention head on one sentence, before and after, `(tokens, tokens)` each."""
+    """One attention head on one text, before and after, `(tokens, tokens)` each."""
 
     layer: int
     head: int
@@ -100,7 +106,7 @@ def run(
     original = AutoModel.from_pretrained(str(source)).eval()
     model = copy.deepcopy(original)
     prose = python_reference()
-    batches = text_batches(tokenizer, prose.calibration)
+    batches = text_batches(tokenizer, prose.calibration, batch_size=_BATCH)
     judge = _Judge(original, tokenizer, prose.held_back, data)
 
     report = conversion.convert(model, "lot", rank=settings.rank)
@@ -167,7 +173,7 @@ class _Judge:
     def __init__(self, original: nn.Module, tokenizer: Any, texts: list[str], data: Path | None) -> None:
         self.tokenizer, self.texts = tokenizer, texts
         self.reference = embed(original, tokenizer, texts)
-        self.couplings = text_batches(tokenizer, texts)[::3]
+        self.couplings = text_batches(tokenizer, texts, batch_size=_BATCH)[::3]
         self.sts: SentencePairs | None = None
         if data is not None and (data / "glue" / glue.TASKS["stsb"].folder).is_dir():
             self.sts = SentencePairs(glue.load(glue.TASKS["stsb"], "dev", data))
@@ -189,7 +195,7 @@ class _Judge:
 @torch.no_grad()
 def _look_inside(model: nn.Module, tokenizer: Any) -> list[Heads]:
     """In three layers, the head whose softmax columns are most uneven: its sink is what learned masses are for."""
-    inputs = dict(tokenizer([SENTENCE], return_tensors="pt"))
+    inputs = dict(tokenizer([PASSAGE], return_tensors="pt"))
     tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
     sites = require_converted(model)
     found = []

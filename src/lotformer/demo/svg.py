@@ -84,28 +84,31 @@ def curve(values: Sequence[float], x_name: str, y_name: str) -> str:
 
 
 def matrix(rows: Sequence[Sequence[float]], tokens: Sequence[str], title: str, colour: str) -> str:
-    """A matrix as shaded squares with its tokens, and the sum of every column as a bar above it."""
-    count, cell, left, top, bars = len(tokens), 15, 78, 30, 56
+    """A matrix as shaded squares with the sum of every column as a bar above it, and its tokens if they are few."""
+    count, left, top, bars = len(tokens), 78, 30, 56
+    named = count <= 30
+    cell = 15 if named else 5
     side = count * cell
-    width, height = left + side + 8, top + bars + side + 78
+    width, height = left + side + 8, top + bars + side + (78 if named else 8)
     peak = max(max(row) for row in rows)
     sums = [sum(row[j] for row in rows) for j in range(count)]
     parts = [_open(width, height, title), _text(left, 16, title, "start", 'font-weight="600"')]
     for j, total in enumerate(sums):
         tall = total / max(sums) * (bars - 16)
         x, y = left + j * cell + 1, top + bars - 4 - tall
-        parts.append(f'<rect x="{x}" y="{y:.1f}" width="{cell - 2}" height="{tall:.1f}" fill="{colour}"/>')
+        parts.append(f'<rect x="{x}" y="{y:.1f}" width="{cell * 0.86:.1f}" height="{tall:.1f}" fill="{colour}"/>')
     highest = max(range(count), key=sums.__getitem__)
     parts.append(_text(left + highest * cell + cell / 2, top + bars - 8 - (bars - 16), f"{sums[highest]:.1f}"))
     parts.append(_text(left - 8, top + bars - 10, "column sums", "end", 'font-size="10"'))
     for i, row in enumerate(rows):
         y = top + bars + i * cell
-        parts.append(_text(left - 8, y + 11, tokens[i], "end", 'font-size="10"'))
+        if named:
+            parts.append(_text(left - 8, y + 11, tokens[i], "end", 'font-size="10"'))
         for j, value in enumerate(row):
             shade = math.sqrt(value / peak)  # a root shows small entries too
             square = f'x="{left + j * cell}" y="{y}" width="{cell}" height="{cell}"'
             parts.append(f'<rect {square} fill="{colour}" opacity="{shade:.3f}"/>')
-    for j, token in enumerate(tokens):
+    for j, token in enumerate(tokens if named else ()):
         x, y = left + j * cell + 10, top + bars + side + 10
         parts.append(
             f'<text transform="translate({x},{y}) rotate(-60)" text-anchor="end" font-size="10">{escape(token)}</text>'

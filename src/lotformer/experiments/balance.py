@@ -185,9 +185,9 @@ def _meaning(stage: str) -> tuple[str, ...]:
     return (
         "Mean ± standard deviation over seeds, with the number of seeds in brackets.",
         "Beside rows that sum to one, the masses of the pivots are imposed on the queries and those of the keys on the "
-        "keys; with -keys only the latter, with -none neither. All of them have pivots that see the input, and a "
-        "window of five tokens that is read by softmax. -fixed: with fixed pivots; -cls: the first token is read by "
-        "softmax, too. lot-aware is without a window, lot without one and with fixed pivots.",
+        "keys; with -keys only the latter, with -none neither. lot-near and its variants have pivots that "
+        "see the input, and a window of five tokens that is read by softmax. -fixed: with fixed pivots; -cls: the "
+        "first token is read by softmax, too. lot-aware is without a window, lot without one and with fixed pivots.",
         f"STS-B, {stage}: Spearman correlation over all of dev in percent of the softmax model's, and the mean cosine "
         "with its embeddings. Tasks of GLUE: the task's score in percent of the softmax model's.",
         "Residual: the worst relative deviation of a column sum from the mass in force, over all cells of the row. "

@@ -26,15 +26,16 @@ class NearKeys(nn.Module):
     """Softmax over the prefix and the neighbours of a token, and the share of its row that they deserve.
 
     Heads of trained models look at the token itself, at the tokens beside it and at the special tokens in front. The
-    first two are a band along the diagonal, which has full rank; the third is a sink. For query i and these keys S_i,
-    real ones all,
+    first two are a band along the diagonal, which has full rank; the third is a sink. For query i let S_i be the real
+    ones of these keys,
 
         out_i = Σ_{j∈S_i} softmax_j(q_i·k_j / √D) v_j,        λ_i = σ(log Σ_{j∈S_i} exp(q_i·k_j / √D) − ρ_i),
-        ρ_i = w_h·q_i + α_h q_i·k̄ / √D + b_h + log n_i,       k̄ the mean of those keys, n_i how many are not in S_i.
+        ρ_i = w_h·q_i + α_h q_i·k̄ / √D + b_h + log n_i,
 
-    λ_i is softmax's own share for S_i if ρ_i is the log-sum over all other keys. That one would take a pass over all
-    of them, so it is learned: w and b start at 0 and α at 1, where every other key is like the mean one. A token that
-    sees every key has nothing left to learn: its λ is 1, and its row softmax's.
+    k̄ the mean of the real keys after the prefix and n_i how many of them are not in S_i. λ_i is softmax's own share for
+    S_i if ρ_i is the log-sum over all other keys. That one would take a pass over all of them, so it is learned: w and
+    b start at 0 and α at 1, where every other key is like the mean one. A token that sees every key has nothing left to
+    learn: its λ is 1, and its row softmax's.
 
     Args:
         kind: neighbours along the sequence ("1d") or on the grid of the tokens after the prefix ("2d").
@@ -79,8 +80,7 @@ class NearKeys(nn.Module):
         """
         with no_autocast(q.device.type):
             length, prefix = q.shape[2], k.shape[2] - q.shape[2]
-            body_mask = None if key_mask is None else key_mask[:, prefix:]
-            direction, offset = self._rest(k[:, :, prefix:], body_mask)
+            direction, offset = self._rest(k[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:])
             some_v = k if v is None else v
             if cpu.can_read_near_keys(q, k, some_v):
                 reach = self._reach(length, grid)
@@ -88,7 +88,11 @@ class NearKeys(nn.Module):
                 near = None if v is None else out
             else:
                 near, share = self._read(q, k, v, direction, offset, key_mask, grid, query_mask)
-            return near, _beside(share, self._far(length, grid, body_mask, share))
+            return near, _beside(share, self._far(length, grid, key_mask, share))
+
+    def sees_all(self, length: int) -> bool:
+        """Whether the window of every token of so many holds all of them; a grid is not taken to be so small."""
+        return self.kind == "1d" and length <= self.size // 2 + 1
 
     def _rest(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ρ as if all n keys were far away, as a function of the query: what it is multiplied by, `(B, H, D)`, and
@@ -100,18 +104,23 @@ class NearKeys(nn.Module):
         return direction, offset.expand(k.shape[0], -1)
 
     def _far(self, length: int, grid: tuple[int, int] | None, key_mask: Tensor | None, like: Tensor) -> Tensor:
-        """The part of all real keys that is outside the window of each token, `(B or 1, 1, N)`; 1 without any."""
+        """The part of all real keys after the prefix that is outside the window of each token, `(B or 1, 1, N)`.
+
+        1 for a token without a real key.
+        """
         rows, columns = square_grid(length, grid) if self.kind == "2d" else (1, length)
         around = self.size // 2
         above = around if self.kind == "2d" else 0
         if key_mask is None:
             inside = _within(rows, above, like)[:, None] * _within(columns, around, like)
-            return (1 - inside.flatten() / max(length, 1))[None, None]
+            return ((length - inside.flatten()) / max(length, 1))[None, None]
         size = (2 * above + 1, 2 * around + 1)
-        real = key_mask.to(like.dtype).view(-1, 1, rows, columns)
+        body = key_mask[:, key_mask.shape[1] - length :]
+        real = body.to(like.dtype).unflatten(1, (1, rows, columns))
         inside = F.avg_pool2d(real, size, stride=1, padding=(above, around)) * (size[0] * size[1])
         count = real.sum((2, 3))
-        return torch.where(count > 0, 1 - inside.round().flatten(2)[:, 0] / count.clamp_min(1), 1.0)[:, None]
+        outside = (count - inside.round().flatten(2)[:, 0]) / count.clamp_min(1)
+        return outside.where(key_mask.any(-1, keepdim=True), 1.0)[:, None]
 
     def _reach(self, length: int, grid: tuple[int, int] | None) -> cpu.Reach:
         """The window for the kernel."""
@@ -201,7 +210,7 @@ def _within(length: int, around: int, like: Tensor) -> Tensor:
 
 
 def _beside(share: Tensor, far: Tensor) -> Tensor:
-    """The share `σ(x)` of near keys beside all keys, beside the part `far` of them: `σ(x − log far)`."""
+    """`σ(x − log far)` from `σ(x)`: the share of near keys if only the part `far` of all keys competes with them."""
     nothing = far <= 0
     some = far.masked_fill(nothing, 1.0)
     return torch.where(nothing, 1.0, share / (share + (1 - share) * some))

@@ -105,7 +105,7 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
-        longest: the number of tokens of the longest input, without padding.
+        lengths: the number of tokens of the longest input of each batch, without padding.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Activations:
     ) -> None:
         self.names = [name for name, _ in require_converted(model)]
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        self.longest = 0
+        self.lengths: dict[int, int] = {}
         self._kept: dict[int, dict[str, Attended] | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
@@ -146,6 +146,11 @@ class Activations:
         if self._device.type == "cpu":
             return kept
         return {name: _moved(seen, self._device) for name, seen in kept.items()}
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest input."""
+        return max(self.lengths.values())
 
     def __enter__(self) -> Activations:
         return self
@@ -195,7 +200,7 @@ class Activations:
 
     def _keep(self, index: int, seen: dict[str, Attended]) -> None:
         self._device = next(iter(seen.values())).q.device
-        self.longest = max(self.longest, *(layer.length for layer in seen.values()))
+        self.lengths[index] = max(layer.length for layer in seen.values())
         seen = {name: _moved(layer, torch.device("cpu")) for name, layer in seen.items()}
         size = sum(x.nbytes for layer in seen.values() for x in layer.tensors)
         if size <= self._free:

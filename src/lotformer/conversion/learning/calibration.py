@@ -27,10 +27,10 @@ from .activations import Activations, OnBatch
 from .exact_share import ExactShare
 from .held_back import apart, require_share
 from .identity import identity
-from .objectives import Objective, check_objective, loss, output_error
+from .objectives import Objective, check_objective, loss, output_error, read_as_before
 
+_NOTHING = "nothing to learn"
 _FORECAST_BATCHES = 4  # each is run twice, the first one once more for every layer
-_ROUNDING = 1e-9  # a relative squared error that is no error
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CalibrationReport:
         error_before, error_after: relative squared error of each layer's projected output on the held-back
             batches (on all batches if there are too few to hold any back).
         losses: the objective, averaged over layers, at every step. best_step: whose parameters were kept.
-        stopped: "finished" or "no improvement".
+        stopped: "finished", "no improvement", or "nothing to learn" from inputs within the window.
         forecast: what to expect of the whole model, from the held-back batches: errors of layers compound.
         longest: tokens of the longest input; what is said here does not hold for much longer ones.
     """
@@ -66,10 +66,10 @@ class CalibrationReport:
         return sum(self.error_after.values()) / len(self.error_after)
 
     def __str__(self) -> str:
-        if self.mean_error_before < _ROUNDING:
+        if self.stopped == _NOTHING:
             return (
-                f"there was nothing to learn: inputs of at most {self.longest} tokens are read as before. If the model "
-                "will read longer ones, calibrate on such."
+                f"there was {_NOTHING}: inputs of at most {self.longest} tokens are read as before. If the model will "
+                "read longer ones, calibrate on such texts."
             )
         return (
             f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}), "
@@ -165,11 +165,17 @@ def calibrate(
         if checkpoint is not None:
             file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, str(data), host=True))
         solver = ExactShare(mechanisms.values(), steps, exact_share)
+        idle = read_as_before(mechanisms.values(), cache.longest)
+        if read_as_before(mechanisms.values(), max(cache.lengths[index] for index in held)):
+            held = sorted(cache.lengths)  # such batches tell nothing
         work = _Calibration(cache, held, mechanisms, trained, solver, objective, steps, evaluate_every, patience)
         updates = LocalUpdates(trained, [{"params": list(trained.values()), "lr": lr}], torch.optim.Adam)
         loop = Loop(settings, work, Shuffled(pool, seed), updates, file, on_step)
         try:
-            loop.run()
+            if idle:
+                work.begin()
+            else:
+                loop.run()
         finally:
             solver.restore()
         work.keep_best()
@@ -180,7 +186,7 @@ def calibrate(
         steps=loop.step,
         best_step=work.best_step,
         seconds=time.perf_counter() - start,
-        stopped="finished" if loop.step >= steps else "no improvement",
+        stopped=_NOTHING if idle else "finished" if loop.step >= steps else "no improvement",
         error_before=work.first_errors,
         error_after=work.best_errors,
         losses=tuple(loop.losses),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...attention import Attention
+from ...attention.lot import LOT
 from ...attention.masking import zero_padding
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch
@@ -42,14 +44,25 @@ def output_error(mechanism: Attention, seen: Attended, projection: Tensor | None
 
 
 @torch.no_grad()
-def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float]:
-    """The output error of every converted layer on one batch, with the mechanisms as they are."""
+def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float] | None:
+    """The output error of every converted layer on one batch, with the mechanisms as they are.
+
+    None if all of them read such inputs as softmax does.
+    """
     with Activations(model, [batch], memory_limit=1 << 40) as cache:
+        mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
+        if read_as_before(mechanisms.values(), cache.longest):
+            return None
         seen = cache[0]
         return {
-            name: float(output_error(mechanism_of(module), seen[name], cache.projections[name]))
-            for name, module in require_converted(model)
+            name: float(output_error(mechanism, seen[name], cache.projections[name]))
+            for name, mechanism in mechanisms.items()
         }
+
+
+def read_as_before(mechanisms: Iterable[Attention], tokens: int) -> bool:
+    """Whether all of these mechanisms do what softmax does on inputs of so many tokens: every token sees all keys."""
+    return all(isinstance(mechanism, LOT) and mechanism.sees_all(tokens) for mechanism in mechanisms)
 
 
 def row_cross_entropy(mechanism: Attention, seen: Attended) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from ...data.batches import Batch, call, main_tensor
 from .report import Probe
+
+_TOKENS = 256
 
 
 @torch.no_grad()
@@ -41,7 +45,8 @@ def difference(before: Tensor | None, after: Tensor | None) -> Probe | None:
 def sample_inputs(model: nn.Module) -> Batch | None:
     """Two random samples of the kind the model takes, or None where its config does not tell.
 
-    Sequences have 16 tokens, a square, for mechanisms that see a grid.
+    Texts are longer than a window, if the model's positions allow it, and have a square number of tokens, for
+    mechanisms that see a grid.
     """
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
@@ -56,8 +61,11 @@ def sample_inputs(model: nn.Module) -> Batch | None:
         return {"pixel_values": torch.randn(shape, generator=generator).to(like)}
     vocabulary = getattr(config, "vocab_size", None)
     if main_input == "input_ids" and isinstance(vocabulary, int):
+        positions = getattr(config, "max_position_embeddings", _TOKENS)
+        tokens = math.isqrt(max(1, min(_TOKENS, positions - 2))) ** 2  # RoBERTa's positions start at 2
         # the first and last ids are often special tokens that models count
-        ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 1 + vocabulary // 4), (2, 16), generator=generator)
+        some = (vocabulary // 4, max(vocabulary // 2, 1 + vocabulary // 4))
+        ids = torch.randint(*some, (2, tokens), generator=generator)
         batch = {"input_ids": ids.to(parameter.device)}
         if getattr(config, "is_encoder_decoder", False):
             batch["decoder_input_ids"] = ids[:, :5].to(parameter.device)

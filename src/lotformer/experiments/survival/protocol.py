@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from ... import conversion
 from ..._files import new_file, require_writable
 from ..._settings import Settings, setting
+from ...conversion.api import WINDOW_SIZES
+from ...conversion.hosts.tokens import TokenKind
 from ...data.batches import Batch
 from ...results.cells import CellFolder, Listener, Origin, Record
 from ...results.report import Report
@@ -75,9 +77,11 @@ class Task(Protocol):
     """A checkpoint with what it learns from and what it is judged by.
 
     Attributes:
-        reference: outputs of the original that others are compared with, once it has been scored.
+        tokens: what the model reads. reference: outputs of the original that others are compared with, once it has
+            been scored.
     """
 
+    tokens: TokenKind
     reference: Tensor | None
 
     def load(self, place: Path | None = None) -> Any:
@@ -156,7 +160,9 @@ class Experiment:
         for seed in settings.seeds:
             for name in variants:
                 folder = CellFolder(_place(out, name, seed), Cell, self.name, command)
-                whole = Origin({**_described(settings), "seed": seed, "options": _options(name)}, dict(sources))
+                whole = Origin(
+                    {**_described(settings), "seed": seed, "options": _in_full(name, task.tokens)}, dict(sources)
+                )
                 origins = {stage: _origin_of(stage, whole) for stage in _stages(name, settings)}
                 if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
                     require_writable(folder.folder)
@@ -360,6 +366,13 @@ def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
 
 def _options(variant: str) -> dict[str, Any]:
     return (VARIANTS | OTHERS)[variant]
+
+
+def _in_full(variant: str, tokens: TokenKind) -> dict[str, Any]:
+    """With the width of the window, which is a default: cells must not outlive it."""
+    options = _options(variant)
+    reads_neighbours = variant in VARIANTS and options.get("window", "default") is not None
+    return {**options, "window_size": options.get("window_size", WINDOW_SIZES[tokens])} if reads_neighbours else options
 
 
 def _stages(variant: str, settings: ProtocolSettings) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._settings import setting
+from ...conversion.hosts.tokens import TokenKind
 from ...data import glue, retrieval
 from ...data.checkpoints import save_like
 from ...data.sentence_pairs import SentencePairs
@@ -48,6 +49,8 @@ class RetrievalSettings(ProtocolSettings):
 
 class RetrievalTask:
     """A Hugging Face encoder whose embeddings are means over tokens."""
+
+    tokens: TokenKind = "text"
 
     def __init__(self, checkpoint: Path, folder: Path, pairs: Path, settings: RetrievalSettings) -> None:
         from transformers import AutoTokenizer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._settings import setting
+from ...conversion.hosts.tokens import TokenKind
 from ...data.checkpoints import save_like
 from ...data.text import embed, load_tokenizer, text_batches
 from ...data.translation.corpora import multi30k, multi30k_files
@@ -43,6 +44,8 @@ class TranslationSettings(ProtocolSettings):
 
 class TranslationTask:
     """Marian and its relatives, by way of `AutoModelForSeq2SeqLM`."""
+
+    tokens: TokenKind = "text"
 
     def __init__(self, checkpoint: Path, folder: Path, settings: TranslationSettings) -> None:
         require_sacrebleu()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ... import _torchvision, conversion
 from ..._settings import setting
+from ...conversion.hosts.tokens import TokenKind
 from ...data.vision.transforms import evaluation_transform
 from ...results.cells import Listener
 from .protocol import EVERYTHING, Experiment, ProtocolSettings
@@ -58,6 +59,8 @@ class Pictures:
 
 class VisionTask:
     """timm's model from a safetensors file, judged by prototypes."""
+
+    tokens: TokenKind = "image"
 
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
