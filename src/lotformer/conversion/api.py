@@ -28,7 +28,7 @@ from .swapping import Located, put_in, take_out
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
 
-WINDOW_SIZES: dict[TokenKind, int] = {"text": 65, "image": 5}
+WINDOW_SIZES: dict[TokenKind, int] = {"text": 33, "image": 5}
 """How wide the window is by default, in tokens along a text and in patches a side. Wider ones take a few percent of the
 time of a whole model; what they are worth is in docs/conversion.md."""
 
@@ -67,9 +67,8 @@ def convert(
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, 5 × 5 patches, and the `prefix_tokens` they have, Hugging Face's text
-            encoders `window="1d"`, 65 tokens, and classifiers of texts `prefix_tokens=1`, the token they judge by:
-            tokens read their neighbours and such special tokens by softmax, which trained models need more than
-            anything else. Models of two towers get each where it belongs.
+            encoders `window="1d"`, 33 tokens: tokens read their neighbours and such special tokens by softmax, which
+            trained models need more than anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone.
 
     Returns:
@@ -225,8 +224,8 @@ def _near(
     found: dict[TokenKind | None, set[int]] = {}
     for _, site in sites:
         tokens = tokens_before(model, site.name)
-        special = special_tokens(model, site.name) if tokens == "image" else _judged_by_the_first(model)
-        found.setdefault(tokens, set()).add(special)
+        # a text may be padded on the left: no place in it is special
+        found.setdefault(tokens, set()).add(special_tokens(model, site.name) if tokens == "image" else 0)
     windows = {
         tokens: _window(tokens, settings.get("window"), *special)
         for tokens, special in found.items()
@@ -241,15 +240,6 @@ def _near(
         if tokens is not None
     }
     return {}, {tokens: near for tokens, near in towers.items() if near}
-
-
-def _judged_by_the_first(model: nn.Module) -> int:
-    """How many tokens at the start of a text are special: one if a classifier judges by it.
-
-    Otherwise none: texts may be padded on the left, which such classifiers do not bear anyway.
-    """
-    classifies = type(model).__name__.endswith("ForSequenceClassification")
-    return int(classifies and not getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _window(tokens: TokenKind | None, asked: WindowKind | None, special: int) -> _Options:
