@@ -34,8 +34,9 @@ def _seeded_and_poisoned():
 
 @pytest.fixture(autouse=True)
 def narrow_window(monkeypatch):
-    """Small models read short texts: within a window of their length there would be nothing to learn or to go wrong."""
+    """Small models read little: within a window that holds it all there would be nothing to learn or to go wrong."""
     monkeypatch.setitem(api.WINDOW_SIZES, "text", 5)
+    monkeypatch.setitem(api.WINDOW_SIZES, "image", 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,8 +18,8 @@ WINDOWS = {
     "bert": ("1d", 33, 0),
     "distilbert": ("1d", 33, 0),
     "marian": ("1d", 33, 0),
-    "vit": ("2d", 5, 1),
-    "timm-vit": ("2d", 5, 1),
+    "vit": ("2d", 9, 1),
+    "timm-vit": ("2d", 9, 1),
     "torch-encoder": (None, None, 0),
 }
 
@@ -83,7 +83,7 @@ def test_the_form_that_experiments_call_wide_is_the_default():
 
 
 def test_what_was_asked_for_wins():
-    assert asked("bert", window="2d")["window_size"] == 5, "a grid is not as wide as a text"
+    assert asked("bert", window="2d")["window_size"] == 9, "a grid is not as wide as a text"
     assert asked("bert", window=None)["window"] is None
     assert asked("vit", window_size=3)["window_size"] == 3
     assert asked("bert", key_masses="uniform", window="1d")["window"] == "1d"

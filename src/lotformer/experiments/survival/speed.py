@@ -25,10 +25,10 @@ from ...results.tables import Table
 NAME = "survival-speed"
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "lot, 13 × 13": {"pivots": "input-aware", "balance": "keys", "window_size": 13},
     "lot, 9 × 9": {"pivots": "input-aware", "balance": "keys", "window_size": 9},
-    "lot, input-aware": {"pivots": "input-aware", "balance": "keys"},
-    "lot, fixed": {"pivots": "fixed", "balance": "keys"},
-    "lot, fixed, 3 × 3": {"pivots": "fixed", "balance": "keys", "window_size": 3},
+    "lot, 5 × 5": {"pivots": "input-aware", "balance": "keys", "window_size": 5},
+    "lot, fixed, 5 × 5": {"pivots": "fixed", "balance": "keys", "window_size": 5},
     "transport alone": {"pivots": "fixed", "balance": "keys", "window": None, "prefix_tokens": 0},
 }
 """What is asked of `convert`, from the nearest to the original over its default, the second, to the fastest."""
