@@ -15,9 +15,9 @@ from lotformer.experiments.forms import WIDE
 from support.small_models import SMALL
 
 WINDOWS = {
-    "bert": ("1d", 33, 0),
-    "distilbert": ("1d", 33, 0),
-    "marian": ("1d", 33, 0),
+    "bert": ("1d", 129, 0),
+    "distilbert": ("1d", 129, 0),
+    "marian": ("1d", 129, 0),
     "vit": ("2d", 9, 1),
     "timm-vit": ("2d", 9, 1),
     "torch-encoder": (None, None, 0),
@@ -35,6 +35,14 @@ def asked(kind: str, **options: object) -> dict[str, object]:
     return dict(recipe(model).options)
 
 
+def long_bert() -> transformers.BertModel:
+    config = transformers.BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, vocab_size=60,
+        max_position_embeddings=100,
+    )  # fmt: skip
+    return transformers.BertModel(config).eval()
+
+
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_tokens_read_their_neighbours_where_it_is_known_who_they_are(kind):
     options = asked(kind)
@@ -50,11 +58,11 @@ def test_whoever_asks_for_uniform_masses_gets_transport_alone(kind):
 
 
 def test_texts_within_the_window_are_read_as_before_and_longer_ones_are_not():
-    """17 tokens see each other, of 18 the first and the last do not."""
-    model = SMALL["bert"].build()
+    """65 tokens see each other, of 66 the first and the last do not."""
+    model = long_bert()
     twice = copy.deepcopy(model)
     lotformer.convert(twice, rank=3)
-    for tokens, alike in ((17, True), (18, False)):
+    for tokens, alike in ((65, True), (66, False)):
         ids = torch.randint(3, 60, (2, tokens), generator=torch.Generator().manual_seed(0))
         mask = torch.ones(2, tokens + 5, dtype=torch.long)
         mask[0, :5], mask[1, tokens:] = 0, 0
@@ -66,7 +74,7 @@ def test_texts_within_the_window_are_read_as_before_and_longer_ones_are_not():
 
 
 def test_the_fresh_model_is_probed_with_texts_longer_than_its_window():
-    report = lotformer.convert(SMALL["bert"].build(), rank=3)
+    report = lotformer.convert(long_bert(), rank=3)
     assert report.probe is not None
     assert report.probe.relative_change > 1e-4
 

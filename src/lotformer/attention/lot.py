@@ -16,7 +16,9 @@ from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
 from ..nn.near_keys import NearKeys, WindowKind, window_cost
 from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotMeasure
+from ..nn.precision import no_autocast
 from ..nn.prefix import PrefixRows
+from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.problem import Balance, Solver
@@ -106,8 +108,11 @@ class LOT(Attention):
     ) -> Tensor:
         self._require_self_attention(q, k)
         body = self._body
-        points, log_masses = self.pivots(k)
         body_key_mask, body_query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        if self._is_read_whole(q, grid):
+            out = zero_padding(_softmax(body(q), k, v, key_mask), body_query_mask)
+            return self._joined(self._rows(q, k, v, key_mask, query_mask), out, v, key_mask, query_mask, grid)
+        points, log_masses = self.pivots(k)
         near, share = self._near(q, k, v, key_mask, query_mask, grid)
         if self.pooling is not None:
             points = points + self.pooling(body(k), body_key_mask)
@@ -128,11 +133,26 @@ class LOT(Attention):
         )
         if near is not None and share is not None:
             out = out.lerp(near.to(out.dtype), share[..., None].to(out.dtype))
-        rows = None
-        if self.prefix is not None:
-            head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
-            rows = self.prefix(head, k, v, key_mask, backend=self.backend)
-        return self._joined(rows, out, v, key_mask, query_mask, grid)
+        return self._joined(self._rows(q, k, v, key_mask, query_mask), out, v, key_mask, query_mask, grid)
+
+    def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:
+        """Whether nothing is left to transport, so that fused softmax gives the same for less.
+
+        Not while learning, where parameters without a gradient would surprise whoever averages gradients over
+        processes, nor for an exported model, whose length may not be known.
+        """
+        if self.near is None or torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return False
+        return self.near.sees_all(q.shape[2] - self.prefix_tokens, grid)
+
+    def _rows(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+    ) -> Tensor | None:
+        """The rows of the prefix."""
+        if self.prefix is None:
+            return None
+        head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
+        return self.prefix(head, k, v, key_mask, backend=self.backend)
 
     def why_formed(self) -> str | None:
         """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""
@@ -327,9 +347,11 @@ class LOT(Attention):
             backend=self.backend,
         )
 
-    def sees_all(self, tokens: int) -> bool:
-        """Whether every token of a sequence this long has all keys in its window, so that it is read by softmax."""
-        return self.near is not None and self.near.sees_all(tokens - self.prefix_tokens)
+    def is_softmax(self, tokens: int, grid: tuple[int, int] | None = None) -> bool:
+        """Whether it does what softmax does to a sequence this long: every token has all keys in its window."""
+        if self.near is None or self.local is not None or not self.near.sees_all(tokens - self.prefix_tokens, grid):
+            return False
+        return self.prefix is None or self.prefix.is_softmax(self.head_dim)
 
     @property
     def is_matrix(self) -> bool:
@@ -387,6 +409,14 @@ class LOT(Attention):
             "tol": self.tol,
             "balance": self.balance,
         }
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Softmax attention over the real keys, in the precision of the queries under autocast, too."""
+    allowed = None if key_mask is None else key_mask[:, None, None]
+    k, v = (zero_padding(x, key_mask).to(q.dtype) for x in (k, v))
+    with no_autocast(q.device.type):
+        return fused_softmax(q, k, v, allowed)
 
 
 def _left_over(share: Tensor | None, query_mask: Tensor | None) -> Tensor | None:

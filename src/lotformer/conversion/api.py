@@ -28,7 +28,7 @@ from .swapping import Located, put_in, take_out
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
 
-WINDOW_SIZES: dict[TokenKind, int] = {"text": 33, "image": 9}
+WINDOW_SIZES: dict[TokenKind, int] = {"text": 129, "image": 9}
 """How wide the window is by default, in tokens along a text and in patches a side. Wider ones take a few percent of the
 time of a whole model; what they are worth is in docs/conversion.md."""
 
@@ -67,7 +67,7 @@ def convert(
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, 9 × 9 patches, and the `prefix_tokens` they have, Hugging Face's text
-            encoders `window="1d"`, 33 tokens: tokens read their neighbours and such special tokens by softmax, which
+            encoders `window="1d"`, 129 tokens: tokens read their neighbours and such special tokens by softmax, which
             trained models need more than anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone.
 

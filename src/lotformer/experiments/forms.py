@@ -11,5 +11,5 @@ TRANSPORT: dict[str, Any] = {"pivots": "fixed", "window": None, "balance": "both
 AWARE: dict[str, Any] = {**TRANSPORT, "pivots": "input-aware"}
 NEAR: dict[str, Any] = {"pivots": "input-aware", "balance": "both", "window_size": 5, "prefix_tokens": 0}
 """With a window of five tokens along a text, or of 5 × 5 patches."""
-WIDE: dict[str, Any] = {**NEAR, "balance": "keys", "window_size": 33}
+WIDE: dict[str, Any] = {**NEAR, "balance": "keys", "window_size": 129}
 """What `convert` makes of a text encoder."""

@@ -67,14 +67,12 @@ METHODS: dict[str, Method] = {
     "lot-near-none": Method("lot", "output", {**NEAR, "balance": "none"}, mechanism_lr=1e-3),
     "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}, mechanism_lr=1e-3),
     "lot-wide": Method("lot", "output", WIDE, mechanism_lr=1e-3),
-    "lot-65": Method("lot", "output", {**WIDE, "window_size": 65}, mechanism_lr=1e-3),
-    "lot-65-cls": Method("lot", "output", {**WIDE, "window_size": 65, "prefix_tokens": 1}, mechanism_lr=1e-3),
+    "lot-33": Method("lot", "output", {**WIDE, "window_size": 33}, mechanism_lr=1e-3),
 }
 """T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
 `lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
-five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-wide`
-reads 33, as `convert` does by itself, `lot-65` reads 65, and in `lot-65-cls` the first token, which classifiers judge
-by, reads all."""
+five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-33`
+reads 33, and `lot-wide` reads 129, as `convert` does by itself."""
 
 
 @dataclass(frozen=True)

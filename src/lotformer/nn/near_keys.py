@@ -90,9 +90,11 @@ class NearKeys(nn.Module):
                 near, share = self._read(q, k, v, direction, offset, key_mask, grid, query_mask)
             return near, _beside(share, self._far(length, grid, key_mask, share))
 
-    def sees_all(self, length: int) -> bool:
-        """Whether the window of every token of so many holds all of them; a grid is not taken to be so small."""
-        return self.kind == "1d" and length <= self.size // 2 + 1
+    def sees_all(self, length: int, grid: tuple[int, int] | None = None) -> bool:
+        """Whether the window of every token of so many holds all of them."""
+        if self.kind == "1d":
+            return length <= self.size // 2 + 1
+        return length <= (self.size // 2 + 1) ** 2 and max(square_grid(length, grid)) <= self.size // 2 + 1
 
     def _rest(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ρ as if all n keys were far away, as a function of the query: what it is multiplied by, `(B, H, D)`, and

@@ -56,6 +56,10 @@ class PrefixRows(nn.Module):
         """β in force."""
         return head_dim**-0.5 if self.beta is None else self.beta
 
+    def is_softmax(self, head_dim: int) -> bool:
+        """Whether these rows are what softmax makes of them."""
+        return not self.polarize and self.temperature(head_dim) == head_dim**-0.5
+
     def pool(self, scores: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Rows `(B, H, P, Dv)` for finite scores `(B, H, P, M)` with all keys, β included; padded values are clean."""
         if key_mask is None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import Attention
+from ...attention.lot import LOT
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, call
 from ...training.precision import widened
-from ..hosts.sites import require_converted, substituted
+from ..hosts.sites import mechanism_of, require_converted, substituted
 
 OnBatch = Callable[[int, int], None]
 """Called with (batches run, batches in all)."""
@@ -44,8 +45,18 @@ class Attended:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sample, without padding."""
-        return self.k.shape[2] if self.mask is None else int(self.mask.sum(-1).max())
+        """Tokens of the longest sample, from its first real one to its last."""
+        tokens = self.k.shape[2]
+        if self.mask is None:
+            return tokens
+        first, behind = (mask.int().argmax(-1) for mask in (self.mask, self.mask.flip(-1)))
+        return int(((tokens - behind - first) * self.mask.any(-1)).max())
+
+    def is_softmax_to(self, mechanism: Attention) -> bool:
+        """Whether the mechanism does here what softmax does: every token has all keys in its window."""
+        if not isinstance(mechanism, LOT):
+            return False
+        return mechanism.is_softmax(self.length if self.grid is None else self.k.shape[2], self.grid)
 
 
 def projected(out: Tensor, projection: Tensor | None) -> Tensor:
@@ -105,7 +116,8 @@ class Activations:
     Attributes:
         projections: for each layer the weight `(C, H·D)` of the linear map that follows attention, None if there
             is none.
-        lengths: the number of tokens of the longest input of each batch, without padding.
+        longest: tokens of the longest input.
+        telling: the indices of the batches of which some layer makes something else than softmax does.
     """
 
     def __init__(
@@ -117,9 +129,11 @@ class Activations:
         memory_limit: int,
         on_batch: OnBatch | None = None,
     ) -> None:
-        self.names = [name for name, _ in require_converted(model)]
+        self._mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
+        self.names = list(self._mechanisms)
         self.projections: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        self.lengths: dict[int, int] = {}
+        self.longest = 0
+        self.telling: list[int] = []
         self._kept: dict[int, dict[str, Attended] | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._free = memory_limit
@@ -146,11 +160,6 @@ class Activations:
         if self._device.type == "cpu":
             return kept
         return {name: _moved(seen, self._device) for name, seen in kept.items()}
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest input."""
-        return max(self.lengths.values())
 
     def __enter__(self) -> Activations:
         return self
@@ -200,7 +209,9 @@ class Activations:
 
     def _keep(self, index: int, seen: dict[str, Attended]) -> None:
         self._device = next(iter(seen.values())).q.device
-        self.lengths[index] = max(layer.length for layer in seen.values())
+        self.longest = max(self.longest, *(layer.length for layer in seen.values()))
+        if not all(layer.is_softmax_to(self._mechanisms[name]) for name, layer in seen.items()):
+            self.telling.append(index)
         seen = {name: _moved(layer, torch.device("cpu")) for name, layer in seen.items()}
         size = sum(x.nbytes for layer in seen.values() for x in layer.tensors)
         if size <= self._free:

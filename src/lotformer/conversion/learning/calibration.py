@@ -27,7 +27,7 @@ from .activations import Activations, OnBatch
 from .exact_share import ExactShare
 from .held_back import apart, require_share
 from .identity import identity
-from .objectives import Objective, check_objective, loss, output_error, read_as_before
+from .objectives import Objective, check_objective, loss, output_error
 
 _NOTHING = "nothing to learn"
 _FORECAST_BATCHES = 4  # each is run twice, the first one once more for every layer
@@ -39,7 +39,8 @@ class CalibrationReport:
 
     Attributes:
         error_before, error_after: relative squared error of each layer's projected output on the held-back
-            batches (on all batches if there are too few to hold any back).
+            batches (on all batches if there are too few to hold any back), those that layers read as softmax does
+            aside.
         losses: the objective, averaged over layers, at every step. best_step: whose parameters were kept.
         stopped: "finished", "no improvement", or "nothing to learn" from inputs within the window.
         forecast: what to expect of the whole model, from the held-back batches: errors of layers compound.
@@ -68,8 +69,8 @@ class CalibrationReport:
     def __str__(self) -> str:
         if self.stopped == _NOTHING:
             return (
-                f"there was {_NOTHING}: inputs of at most {self.longest} tokens are read as before. If the model will "
-                "read longer ones, calibrate on such texts."
+                f"there was {_NOTHING}: the inputs that were drawn, of at most {self.longest} tokens, are read as "
+                "before. If the model will read longer ones, calibrate on such texts."
             )
         return (
             f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}), "
@@ -165,22 +166,20 @@ def calibrate(
         if checkpoint is not None:
             file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, str(data), host=True))
         solver = ExactShare(mechanisms.values(), steps, exact_share)
-        idle = read_as_before(mechanisms.values(), cache.longest)
-        if read_as_before(mechanisms.values(), max(cache.lengths[index] for index in held)):
-            held = sorted(cache.lengths)  # such batches tell nothing
+        held = _judges(held, cache.telling)
         work = _Calibration(cache, held, mechanisms, trained, solver, objective, steps, evaluate_every, patience)
         updates = LocalUpdates(trained, [{"params": list(trained.values()), "lr": lr}], torch.optim.Adam)
         loop = Loop(settings, work, Shuffled(pool, seed), updates, file, on_step)
         try:
-            if idle:
-                work.begin()
-            else:
+            if cache.telling:
                 loop.run()
+            else:
+                work.begin()
         finally:
             solver.restore()
         work.keep_best()
-        longest = cache.longest
-    expected = forecast(model, [given[index] for index in held[:_FORECAST_BATCHES]])
+        longest, idle = cache.longest, not cache.telling
+    expected = forecast(model, [given[index] for index in _spread(held, _FORECAST_BATCHES)])
     return CalibrationReport(
         objective=objective,
         steps=loop.step,
@@ -267,6 +266,17 @@ class _Calibration:
             self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         else:
             self.bad_measurements += 1
+
+
+def _judges(held: Sequence[int], telling: Sequence[int]) -> list[int]:
+    """The batches to measure on: of those held back the telling ones, or as many others; any if none is telling."""
+    return [index for index in held if index in telling] or _spread(telling, len(held)) or list(held)
+
+
+def _spread(indices: Sequence[int], count: int) -> list[int]:
+    """So many of these, evenly spaced; all if they are fewer."""
+    count = min(count, len(indices))
+    return [indices[int((i + 0.5) * len(indices) / count)] for i in range(count)]
 
 
 def _drawn(pool: Sequence[int], seed: int, steps: int) -> list[int]:

@@ -28,6 +28,7 @@ from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted,
 from .exact_share import ExactShare
 from .held_back import apart, require_share
 from .identity import identity
+from .objectives import tells_nothing
 
 TaskLoss = Callable[[Any, Batch], Tensor]
 """Maps a model's output and the batch it came from to a scalar loss."""
@@ -112,7 +113,8 @@ def finetune(
         holdout: without `loss`, the share of the batches kept back to measure on, if there are five or more; the
             weights that did best there (measured every `evaluate_every` steps) are the ones that stay, and those from
             before if none did better. Where the model gets worse than it was by a tenth, it goes back to the best
-            weights and on at a third of the rates: rates that are too high cost time and nothing else.
+            weights and on at a third of the rates: rates that are too high cost time and nothing else. Inputs within
+            the window, which are read as before, judge nothing where no others are held back.
         precision: "bf16" runs model and teacher under autocast, which is faster where the machine multiplies bf16;
             weights and optimizer stay as they are.
         checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
@@ -324,7 +326,8 @@ class _Finetuning:
         self.held_after: float | None = None
 
     def begin(self) -> None:
-        if not self.held:
+        if all(tells_nothing(self.loss_of.model, batch) for batch in reversed(self.held)):
+            self.held = []  # whatever helps longer inputs looks like a loss on what was read as before
             return
         self.held_before = self._held_loss()
         if not math.isfinite(self.held_before):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...attention import Attention
-from ...attention.lot import LOT
 from ...attention.masking import zero_padding
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch
@@ -50,19 +48,19 @@ def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float] | None:
     None if all of them read such inputs as softmax does.
     """
     with Activations(model, [batch], memory_limit=1 << 40) as cache:
-        mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
-        if read_as_before(mechanisms.values(), cache.longest):
+        if not cache.telling:
             return None
         seen = cache[0]
         return {
-            name: float(output_error(mechanism, seen[name], cache.projections[name]))
-            for name, mechanism in mechanisms.items()
+            name: float(output_error(mechanism_of(module), seen[name], cache.projections[name]))
+            for name, module in require_converted(model)
         }
 
 
-def read_as_before(mechanisms: Iterable[Attention], tokens: int) -> bool:
-    """Whether all of these mechanisms do what softmax does on inputs of so many tokens: every token sees all keys."""
-    return all(isinstance(mechanism, LOT) and mechanism.sees_all(tokens) for mechanism in mechanisms)
+def tells_nothing(model: nn.Module, batch: Batch) -> bool:
+    """Whether all converted layers read this batch as softmax does."""
+    with Activations(model, [batch], memory_limit=1 << 40) as cache:
+        return not cache.telling
 
 
 def row_cross_entropy(mechanism: Attention, seen: Attended) -> Tensor:

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-128": {"rank": 128},
     "lot-fixed": {"rank": 32, "pivots": "fixed"},
     "lot-both": {"rank": 32, "balance": "both"},
-    **{f"lot-window-{size}": {"rank": 32, "window_size": size} for size in (3, 5, 9, 13, 65)},
+    **{f"lot-window-{size}": {"rank": 32, "window_size": size} for size in (3, 5, 9, 13, 33)},
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
