@@ -90,7 +90,19 @@ def test_the_form_that_experiments_call_wide_is_the_default():
     assert asked("bert") == {**asked("bert"), **WIDE}
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("torch-encoder", {}), ("bert", {"window": None}), ("bert", {"key_masses": "uniform"})]
+)
+def test_a_width_of_no_window_is_an_error(kind, options):
+    model = SMALL[kind].build()
+    with pytest.raises(ValueError, match="there is none"):
+        lotformer.convert(model, rank=3, window_size=9, **options)
+    assert not converted(model)
+
+
 def test_what_was_asked_for_wins():
+    assert asked("torch-encoder", window="1d")["window_size"] == 129
+    assert asked("bert", window="2d", prefix_tokens=1)["prefix_tokens"] == 1
     assert asked("bert", window="2d")["window_size"] == 9, "a grid is not as wide as a text"
     assert asked("bert", window=None)["window"] is None
     assert asked("vit", window_size=3)["window_size"] == 3

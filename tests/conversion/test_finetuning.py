@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lotformer
+from lotformer.conversion.learning.held_back import apart
 from lotformer.data.batches import main_tensor
 from support.learning import batches, bert
 from support.small_models import SMALL, output
@@ -45,6 +46,16 @@ class TestFinetuning:
         twin = bert(solver="sinkhorn")
         again = lotformer.finetune(twin, data, steps=20, lr=1e-3, evaluate_every=20)
         assert again.held_after >= report.held_after
+
+    def test_what_was_read_as_before_judges_nothing(self):
+        """The only batch that is held back is short, where learning can but lose."""
+        data = batches(1) * 6
+        _, (held,) = apart(6, 0.1)
+        data[held] = {name: x[:, :3] for name, x in data[held].items()}
+        report = lotformer.finetune(bert(solver="sinkhorn"), data, steps=20, lr=1e-3, evaluate_every=5)
+        assert report.best_step == report.steps == 20
+        assert report.held_before is None
+        assert report.losses[-1] < report.losses[0]
 
     def test_rates_that_are_too_high_are_cut_until_something_is_learned(self):
         model, data = bert(solver="sinkhorn"), batches(1) * 6

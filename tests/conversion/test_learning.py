@@ -64,6 +64,33 @@ def test_the_report_says_how_long_inputs_were_and_whether_there_was_anything_to_
     assert short.steps == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"local_conv": "1d"}, {"prefix_tokens": 1, "polarize_prefix": True}, {"prefix_tokens": 1, "prefix_beta": 2.0}],
+)
+def test_short_inputs_teach_what_else_a_mechanism_does(options):
+    report = lotformer.calibrate(bert(window="1d", window_size=33, **options), batches(), steps=2)
+    assert report.steps == 2
+    assert report.mean_error_before > 1e-3
+
+
+def test_padding_inside_a_text_takes_up_room():
+    """A window goes by places, whatever is there."""
+    model, given = bert(window="1d", window_size=9), batches()
+    for batch in given:
+        batch["attention_mask"][:, 1:-1:2] = 0
+    report = lotformer.calibrate(model, given, steps=2)
+    assert report.longest == 9
+    assert report.steps == 2
+
+
+def test_short_inputs_do_not_raise_what_is_expected_of_long_ones():
+    long = batches(12)
+    short = [{name: x[:, :3] for name, x in batch.items()} for batch in batches(12)]
+    alone, mixed = (lotformer.calibrate(bert(), given, steps=1).forecast.cosine for given in (long, [*short, *long]))
+    assert 1 - mixed > 0.5 * (1 - alone)
+
+
 def test_short_inputs_that_were_kept_back_do_not_judge_what_long_ones_taught():
     """They come out as before whatever is learned."""
     given = batches(10)

@@ -17,14 +17,15 @@ from lotformer import attention, conversion
 from lotformer.conversion.recipe import Recipe
 from support.small_models import SMALL, output, torch_encoder
 
-GOOD = {"version": 1, "mechanism": "lot", "options": {"rank": 5}, "layers": ["encoder.layer.0.attention.self"]}
+GOOD = {"version": 2, "mechanism": "lot", "options": {"rank": 5}, "layers": ["encoder.layer.0.attention.self"]}
 
 STRANGE = {
     "text": ("v1", "must be a table, got 'v1'"),
     "number": (3, "must be a table, got 3"),
-    "empty": ({}, "version 1 is expected, got version None"),
+    "empty": ({}, "version 2 is expected, got version None"),
     "list": ([GOOD], "must be a table"),
-    "newer": ({**GOOD, "version": 2}, "version 1 is expected, got version 2"),
+    "older": ({**GOOD, "version": 1}, "version 2 is expected, got version 1"),
+    "newer": ({**GOOD, "version": 3}, "version 2 is expected, got version 3"),
     "a key too many": ({**GOOD, "code": "x"}, "holds version, mechanism, options and layers"),
     "a mechanism that is no name": ({**GOOD, "mechanism": ["lot"]}, "must be a name"),
     "an unknown mechanism": ({**GOOD, "mechanism": "lott"}, "Unknown mechanism 'lott'"),

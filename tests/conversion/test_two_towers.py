@@ -131,7 +131,7 @@ def test_each_tower_reads_the_tokens_near_its_own(kind, special, causal, tmp_pat
 
 def test_what_is_asked_for_holds_in_both_towers():
     model = build("SiglipModel")
-    report = lotformer.convert(model, rank=5, window=None, prefix_tokens=0, window_size=3)
+    report = lotformer.convert(model, rank=5, window=None, prefix_tokens=0)
     assert windows(model) == {"text": {(None, 0)}, "image": {(None, 0)}}
     assert report.towers == {}
     lotformer.revert(model)

@@ -45,10 +45,8 @@ def test_it_is_softmax_over_the_prefix_and_the_window(kind: str, size: int, pref
 
 def _mechanism(**options: object) -> LOT:
     torch.manual_seed(0)
-    made = attention.build(
-        "lot", head_dim=8, num_heads=2, rank=4, eps=0.5, solver="newton", window_size=3, key_masses="query-aware",
-        **options,
-    )  # fmt: skip
+    settings = {"rank": 4, "eps": 0.5, "solver": "newton", "window_size": 3, "key_masses": "query-aware", **options}
+    made = attention.build("lot", head_dim=8, num_heads=2, **settings)
     assert isinstance(made, LOT)
     for name, parameter in made.named_parameters():
         if name.startswith("near."):
@@ -84,17 +82,56 @@ def test_padding_changes_nothing() -> None:
     assert (padded[:, :, 13:] == 0).all()
 
 
+@pytest.mark.parametrize("learning", [True, False])
 @pytest.mark.parametrize("window", ["1d", "2d"])
 @pytest.mark.parametrize("padding", [0, 7])
-def test_tokens_that_see_every_key_are_softmax(window: str, padding: int) -> None:
+def test_tokens_that_see_every_key_are_softmax(window: str, padding: int, learning: bool) -> None:
+    """While learning by way of the plans, otherwise by fused softmax."""
     mechanism = _mechanism(window=window, prefix_tokens=1, pivots="input-aware")
     assert mechanism.near is not None
-    mechanism.near.size = 17
+    mechanism.near.size = 33
     q, k, v = torch.randn(3, 2, 2, 10, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding), value=torch.nan) for x in (q, k, v))
     mask = None if padding == 0 else (torch.arange(10 + padding) < 10).expand(2, -1)
-    torch.testing.assert_close(mechanism(q, k, v, mask, mask)[:, :, :10], expected)
+    with torch.set_grad_enabled(learning):
+        out = mechanism(q, k, v, mask, mask)
+    torch.testing.assert_close(out[:, :, :10], expected)
+    assert (out[:, :, 10:] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"local_conv": "1d"}, {"prefix_tokens": 1, "polarize_prefix": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_inputs_come_out_alike_while_learning_and_after(options: dict, dtype: torch.dtype) -> None:
+    mechanism = _mechanism(window="1d", **options)
+    assert mechanism.near is not None
+    mechanism.near.size = 33
+    q, k, v = torch.randn(3, 2, 2, 12, 8).to(dtype)
+    mask = torch.arange(12)[None] < torch.tensor([[12], [0]])
+    learning = mechanism(q, k, v, mask, mask)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = mechanism(q, k, v, mask, mask)
+    assert out.dtype == learning.dtype == dtype
+    rounding = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-3}
+    torch.testing.assert_close(out, learning.detach(), **rounding)
+    assert (out[1] == 0).all() or mechanism.local is not None
+
+
+def test_only_what_is_softmax_says_so() -> None:
+    def says(tokens: int, grid: tuple[int, int] | None = None, **options: object) -> bool:
+        mechanism = _mechanism(**{"window": "1d", "window_size": 9, **options})
+        return mechanism.is_softmax(tokens, grid)
+
+    assert says(5)
+    assert not says(6)
+    assert says(6, prefix_tokens=1)
+    assert not says(6, prefix_tokens=1, polarize_prefix=True)
+    assert not says(6, prefix_tokens=1, prefix_beta=2.0)
+    assert not says(5, local_conv="1d")
+    assert not says(5, window=None)
+    assert says(25, window="2d")
+    assert says(20, (4, 5), window="2d")
+    assert not says(20, (2, 10), window="2d")
 
 
 def test_rows_sum_to_one_where_nothing_but_the_prefix_is_real() -> None:

@@ -188,7 +188,10 @@ class _Comparison:
         columns = ["", "cosine", "rank\ncorrelation", "same nearest\nneighbour"]
         columns += ["BLEU against the\noriginal's translations"] if self.translations is not None else []
         columns += ["residual,\nmax", "d.s. error,\nmean", "seconds"]
-        return Table(f"What is left of the original, on {count} inputs kept back", tuple(columns), tuple(self.rows))
+        longest = max((batch["input_ids"].shape[1] for batch in self.subject.held if "input_ids" in batch), default=0)
+        title = f"What is left of the original, on {count} inputs kept back"
+        title += f", of up to {longest} tokens" if longest else ""
+        return Table(title, tuple(columns), tuple(self.rows))
 
 
 def _can_score() -> bool:

@@ -63,7 +63,7 @@ def _stages(result: DemoResult) -> Table:
         rows.append(tuple(cells))
     if result.sts_softmax is not None:
         columns = (*columns, f"STS-B\nof {result.sts_softmax:.4f}")
-    title = f"Against the original, on {result.held_back_texts} sentences kept back"
+    title = f"Against the original, on {result.held_back_texts} texts kept back"
     return Table(title, columns, tuple(rows))
 
 

@@ -91,7 +91,7 @@ def open_subject(
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], model: Any) -> list[dict[str, Tensor]]:
-    batches = text_batches(tokenizer, texts)
+    batches = text_batches(tokenizer, texts, model=model)
     if not model.config.is_encoder_decoder:
         return batches
     taken = ("input_ids", "attention_mask")  # encoders take nothing else, and `generate` refuses it

@@ -98,12 +98,14 @@ def convert(
     sites, skipped = choose(model, found, layers)
     near, towers = _near(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
+    _require_window(recipe)
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
     mechanisms = put_in(model, recipe, sites)
     chosen = (near, *towers.values())
-    ours = before is not None and any(part.get("window") == "2d" for part in chosen)  # not asked for: it must work, too
+    # not asked for: it must work, too
+    ours = before is not None and "window" not in settings and any(part.get("window") == "2d" for part in chosen)
     try:
         after = probing.output(model, inputs, made_up=probe is None and not ours)
     except Exception as error:  # the user's batch must work, or nothing has happened
@@ -226,11 +228,7 @@ def _near(
         tokens = tokens_before(model, site.name)
         # a text may be padded on the left: no place in it is special
         found.setdefault(tokens, set()).add(special_tokens(model, site.name) if tokens == "image" else 0)
-    windows = {
-        tokens: _window(tokens, settings.get("window"), *special)
-        for tokens, special in found.items()
-        if len(special) == 1
-    }
+    windows = {tokens: _window(tokens, settings, *special) for tokens, special in found.items() if len(special) == 1}
     if len(found) == 1:
         return next(iter(windows.values()), {}), {}
     answered = {*settings, *(["window_size"] if settings.get("window", "") is None else [])}
@@ -242,12 +240,25 @@ def _near(
     return {}, {tokens: near for tokens, near in towers.items() if near}
 
 
-def _window(tokens: TokenKind | None, asked: WindowKind | None, special: int) -> _Options:
-    if tokens is None:
-        return {}
-    kind = asked or ("2d" if tokens == "image" else "1d")
-    size = WINDOW_SIZES["image" if kind == "2d" else "text"]
-    return {"window": kind, "window_size": size, "prefix_tokens": special}
+def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int) -> _Options:
+    """The window of the kind that was asked for, or that suits the tokens."""
+    kind: WindowKind | None = {"image": "2d", "text": "1d", None: None}[tokens]
+    kind = settings.get("window", kind)
+    near: _Options = {} if kind is None else {"window": kind, "window_size": WINDOW_SIZES[_SUITED[kind]]}
+    return near if tokens is None else {**near, "prefix_tokens": special}
+
+
+_SUITED: dict[WindowKind, TokenKind] = {"1d": "text", "2d": "image"}
+
+
+def _require_window(recipe: Recipe) -> None:
+    """A width of nothing is a misunderstanding."""
+    given = [recipe.options_for(tokens) for tokens in (None, *recipe.towers)]
+    if "window_size" in recipe.options and not any(options.get("window") for options in given):
+        raise ValueError(
+            f"window_size={recipe.options['window_size']} says how wide the window is, and there is none: add "
+            'window="1d" (along a text) or window="2d" (of patches), or leave window_size out.'
+        )
 
 
 def choose(

@@ -13,7 +13,7 @@ from .hosts.sites import record_of, require_converted
 from .hosts.tokens import TokenKind
 from .schema import checked_options
 
-VERSION = 1
+VERSION = 2  # since 2, keys inside a window do not count as far away
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_LENGTHS = (3, 9)  # sentences of a passage: about 75 and 220 tokens, longer than the window that text encoders get
+_LENGTHS = (5, 10)  # sentences of a passage: about 120 and 250 tokens, of which some are farther apart than a window
 
 
 @dataclass(frozen=True)
@@ -17,30 +17,39 @@ class Prose:
     held_back: list[str]
 
 
-def python_reference(held_back_every: int = 5) -> Prose:
-    """Passages of Python's reference; every fifth topic is kept back as a whole.
+def python_reference(held_back_every: int = 4) -> Prose:
+    """Passages of Python's reference; every fourth topic is kept back as a whole.
 
-    They are three or nine sentences long, and a sentence is in one passage of each kind: topics repeat each other.
+    They are five or ten sentences long. To learn from, a topic is cut both ways; what is kept back is cut one way or
+    the other, since passages that hold each other would be nearest neighbours whatever a model made of them. A sentence
+    that topics share is in the first of them alone.
     """
     from pydoc_data.topics import topics
 
     names = sorted(topics)
     held = names[::held_back_every]
     seen: set[str] = set()
-    kept_back = _passages([topics[name] for name in held], seen)
-    return Prose(_passages([topics[name] for name in names if name not in held], seen), kept_back)
-
-
-def _passages(texts: list[str], seen: set[str]) -> list[str]:
-    """Sentences that follow each other in a text, without those seen before, which then have been."""
-    found = []
-    for text in texts:
-        new = [sentence for sentence in dict.fromkeys(_sentences(text)) if sentence not in seen]
-        seen.update(new)
+    kept_back: list[str] = []
+    for index, name in enumerate(held):
+        kept_back += _passages(_new_sentences(topics[name], seen), _LENGTHS[index % len(_LENGTHS)])
+    calibration: list[str] = []
+    for name in names:
+        sentences = _new_sentences(topics[name], seen) if name not in held else []
         for length in _LENGTHS:
-            runs = (new[start : start + length] for start in range(0, len(new), length))
-            found += [" ".join(run) for run in runs if 2 * len(run) > length]
-    return found
+            calibration += _passages(sentences, length)
+    return Prose(calibration, kept_back)
+
+
+def _new_sentences(text: str, seen: set[str]) -> list[str]:
+    """Without those seen before, which these then have been."""
+    new = [sentence for sentence in dict.fromkeys(_sentences(text)) if sentence not in seen]
+    seen.update(new)
+    return new
+
+
+def _passages(sentences: list[str], length: int) -> list[str]:
+    runs = (sentences[start : start + length] for start in range(0, len(sentences), length))
+    return [" ".join(run) for run in runs if 2 * len(run) > length]
 
 
 def _sentences(text: str) -> list[str]:

@@ -27,13 +27,27 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def text_batches(
-    tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32, max_length: int = 256
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 32,
+    max_length: int = 256,
+    model: nn.Module | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Texts as model inputs, texts of like length together: little padding, and the same batches every time."""
-    ordered = sorted(texts, key=len)
+    """Texts as model inputs, texts of like length together: little padding, and the same batches every time.
+
+    They are cut to `max_length` tokens, or to what the tokenizer or else the `model` says it can read.
+    """
+    ordered, longest = sorted(texts, key=len), _longest(tokenizer, model, max_length)
     return [
-        dict(_tokenize(tokenizer, ordered[i : i + batch_size], max_length)) for i in range(0, len(ordered), batch_size)
+        dict(_tokenize(tokenizer, ordered[i : i + batch_size], longest)) for i in range(0, len(ordered), batch_size)
     ]
+
+
+def positions_of(model: nn.Module | None) -> int | None:
+    """How many tokens a Hugging Face model has positions for, if its config tells."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return max(1, positions - 2) if isinstance(positions, int) else None  # RoBERTa's start at 2
 
 
 @torch.no_grad()
@@ -41,13 +55,13 @@ def embed(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 64, max_length: int = 256
 ) -> Tensor:
     """Unit sentence embeddings `(texts, C)`: mean over real tokens, normalised; in evaluation mode."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    order, longest = sorted(range(len(texts)), key=lambda i: len(texts[i])), _longest(tokenizer, model, max_length)
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     training = model.training
     model.eval()
     for start in range(0, len(order), batch_size):
         chunk = order[start : start + batch_size]
-        batch = dict(_tokenize(tokenizer, [texts[i] for i in chunk], max_length))
+        batch = dict(_tokenize(tokenizer, [texts[i] for i in chunk], longest))
         vectors = nn.functional.normalize(pooled(main_tensor(model(**batch)), batch), dim=-1)
         for i, vector in zip(chunk, vectors, strict=True):
             found[i] = vector
@@ -55,6 +69,15 @@ def embed(
     return torch.stack(found)
 
 
-def _tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> Any:
-    longest = min(max_length, tokenizer.model_max_length)
+_UNKNOWN = 10**6  # tokenizers that were not told how much a model reads name a huge number
+
+
+def _longest(tokenizer: Any, model: nn.Module | None, asked: int) -> int:
+    limit = tokenizer.model_max_length
+    if limit > _UNKNOWN:
+        limit = positions_of(model) or asked
+    return min(asked, limit)
+
+
+def _tokenize(tokenizer: Any, texts: Sequence[str], longest: int) -> Any:
     return tokenizer(list(texts), padding=True, truncation=True, max_length=longest, return_tensors="pt")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data.batches import Batch, call, main_tensor
+from ...data.text import positions_of
 from .report import Probe
 
 _TOKENS = 256
@@ -45,8 +46,8 @@ def difference(before: Tensor | None, after: Tensor | None) -> Probe | None:
 def sample_inputs(model: nn.Module) -> Batch | None:
     """Two random samples of the kind the model takes, or None where its config does not tell.
 
-    Texts are longer than a window, if the model's positions allow it, and have a square number of tokens, for
-    mechanisms that see a grid.
+    Texts are longer than the window that they get by default, if the model's positions allow it, and have a square
+    number of tokens, for mechanisms that see a grid.
     """
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
@@ -61,8 +62,7 @@ def sample_inputs(model: nn.Module) -> Batch | None:
         return {"pixel_values": torch.randn(shape, generator=generator).to(like)}
     vocabulary = getattr(config, "vocab_size", None)
     if main_input == "input_ids" and isinstance(vocabulary, int):
-        positions = getattr(config, "max_position_embeddings", _TOKENS)
-        tokens = math.isqrt(max(1, min(_TOKENS, positions - 2))) ** 2  # RoBERTa's positions start at 2
+        tokens = math.isqrt(min(_TOKENS, positions_of(model) or _TOKENS)) ** 2
         # the first and last ids are often special tokens that models count
         some = (vocabulary // 4, max(vocabulary // 2, 1 + vocabulary // 4))
         ids = torch.randint(*some, (2, tokens), generator=generator)
