@@ -188,9 +188,8 @@ class _Comparison:
         columns = ["", "cosine", "rank\ncorrelation", "same nearest\nneighbour"]
         columns += ["BLEU against the\noriginal's translations"] if self.translations is not None else []
         columns += ["residual,\nmax", "d.s. error,\nmean", "seconds"]
-        longest = max((batch["input_ids"].shape[1] for batch in self.subject.held if "input_ids" in batch), default=0)
         title = f"What is left of the original, on {count} inputs kept back"
-        title += f", of up to {longest} tokens" if longest else ""
+        title += f", of up to {self.subject.longest} tokens" if self.subject.longest else ""
         return Table(title, tuple(columns), tuple(self.rows))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,12 @@ class Subject:
     translate: Callable[[], list[str]] | None
     save: Callable[[Path], None]
     how_to_load: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text among the held-back inputs; 0 if they are no texts."""
+        texts = (batch for batch in self.held if isinstance(batch, Mapping) and "input_ids" in batch)
+        return max((batch["input_ids"].shape[1] for batch in texts), default=0)
 
     @torch.no_grad()
     def embeddings(self) -> Tensor:
