@@ -36,13 +36,13 @@ class Problem:
 problems = st.builds(
     Problem,
     kind=st.sampled_from(["1d", "2d"]),
-    size=st.sampled_from([1, 3, 5, 7, 9, 41]),
-    prefix=st.integers(0, 3),
+    size=st.sampled_from([1, 3, 5, 7, 9, 25, 41, 129]),
+    prefix=st.sampled_from([0, 0, 1, 3]),
     grid=st.tuples(st.integers(1, 18), st.integers(1, 18)),
     batch=st.integers(1, 3),
     heads=st.integers(1, 3),
     dim=st.integers(1, 70),
-    value_dim=st.integers(1, 70),
+    value_dim=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
     masked=st.booleans(),
     by_head=st.booleans(),
     seed=st.integers(0, 99),
@@ -50,6 +50,8 @@ problems = st.builds(
 TYPICAL = Problem(size=5, grid=(9, 8), dim=64, value_dim=64)
 TEXT = Problem(kind="1d", size=5, prefix=0, grid=(1, 300), dim=32, value_dim=32)
 """Few keys for each query: the kernel takes several queries at a time."""
+WIDE = replace(TEXT, size=129)
+"""Many keys for each query: scores are matrix products."""
 
 
 def build(p: Problem) -> tuple[NearKeys, dict[str, Tensor], dict[str, Any]]:
@@ -97,6 +99,9 @@ def run(near: NearKeys, x: dict[str, Tensor], rest: dict[str, Any], dtype: torch
 @example(TEXT)
 @example(replace(TEXT, prefix=2, masked=True, dim=37, value_dim=50))
 @example(Problem(grid=(33, 31), masked=True))
+@example(WIDE)
+@example(replace(WIDE, masked=True, grid=(1, 271), dim=37, value_dim=64))
+@example(replace(WIDE, size=25, grid=(1, 33), by_head=True, value_dim=16))
 def test_values_and_gradients_agree_with_the_definition(p: Problem) -> None:
     near, x, rest = build(p)
     got = run(near, x, rest, torch.float32)
@@ -106,7 +111,8 @@ def test_values_and_gradients_agree_with_the_definition(p: Problem) -> None:
 @pytest.mark.parametrize("isa", cpu.instruction_sets())
 def test_every_instruction_set_agrees(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOTFORMER_CPU_ISA", isa)
-    for p in (TYPICAL, TEXT, replace(TEXT, size=3, masked=True), replace(TEXT, dim=19, value_dim=21, masked=True)):
+    for p in (TYPICAL, TEXT, replace(TEXT, size=3, masked=True), replace(TEXT, dim=19, value_dim=21, masked=True),
+              WIDE, replace(WIDE, size=31, dim=19, masked=True)):  # fmt: skip
         near, x, rest = build(p)
         assert_agrees(run(near, x, rest, torch.float32), run(near, x, rest, torch.float64), 1e-5)
 
@@ -119,7 +125,9 @@ def test_bf16_is_as_good_as_its_numbers() -> None:
         assert_agrees(got, run(near, x, rest, torch.float64), 1e-2)
 
 
-@pytest.mark.parametrize("p", [Problem(masked=True, prefix=2), replace(TEXT, masked=True, prefix=2)])
+@pytest.mark.parametrize(
+    "p", [Problem(masked=True, prefix=2), replace(TEXT, masked=True, prefix=2), replace(WIDE, masked=True)]
+)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30])
 def test_the_contents_of_padding_never_matter(junk: float, p: Problem) -> None:
     near, x, rest = build(p)

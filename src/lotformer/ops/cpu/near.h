@@ -3,14 +3,15 @@
 //   out_i = Σ_j w_ij v_j,   w_ij = exp(s_ij − total_i),   total_i = log Σ_j exp s_ij,   s_ij = scale · q_i·k_j
 //   share_i = σ(total_i − q_i·direction − offset)
 //
-// One token at a time, but for few keys (near_few.h): all it meets but a column of its window is in the first-level cache,
-// where its neighbour left it.
+// One token at a time, but for few keys (near_few.h) and for many along a sequence (near_wide.h): all it meets but a
+// column of its window is in the first-level cache, where its neighbour left it.
 // Backward forms the scores anew, once for every query and, since windows are symmetric, once for every key. That is two
 // products of seven too many, but nothing of the size of the windows is kept, and every gradient is written once and in
 // one order, whatever the number of threads.
 #pragma once
 #include "near_few.h"
 #include "near_head.h"
+#include "near_wide.h"
 
 namespace {
 
@@ -160,7 +161,9 @@ static void near_forward_of(const Near& c) {
     const int64_t prefix = head.list_prefix();
     Sums sums;
     const int few = few_keys(c);
-    for (int64_t i = first, t = 0; i < last;) {
+    const bool wide = is_wide(c);
+    if (wide) near_wide_block(head, first, last, out, sums);
+    for (int64_t i = first, t = 0; !wide && i < last;) {
       int run = few ? real_run(head, i, last) : 0;
       if (run >= few && few) {
         near_few_queries(head, i, run, prefix, out, sums.peak + t, sums.sum + t, sums.rest + t);
