@@ -12,6 +12,7 @@
 #include "near_few.h"
 #include "near_head.h"
 #include "near_wide.h"
+#include "near_wide_backward.h"
 
 namespace {
 
@@ -181,8 +182,10 @@ static void near_forward_of(const Near& c) {
 template <class T>
 static void near_backward_of(const Near& c) {
   const auto slope = [&](const NearHead<T>& head) { return c.slope + (head.total - c.total); };
+  const bool wide = is_wide_backward(c);
   each_near_block<T>(c, 0, [&](NearHead<T>& head, int64_t first, int64_t last) {
     const Strip<T> grad_q = strip<T>(c.grad_q, head.b, head.h);
+    if (wide) return near_wide_query_gradients(head, first, last, slope(head), grad_q);
     const int64_t prefix = head.list_prefix();
     for (int64_t i = first; i < last; i++) near_query_gradient(head, i, prefix, slope(head), grad_q.at(i));
   });
@@ -190,6 +193,7 @@ static void near_backward_of(const Near& c) {
     if (first == c.length) return near_shared_gradients(head, slope(head));
     const Strip<T> grad_k = strip<T>(c.grad_k, head.b, head.h, c.prefix);
     const Strip<T> grad_v = strip<T>(c.grad_v, head.b, head.h, c.prefix);
+    if (wide) return near_wide_key_gradients(head, first, last, slope(head), grad_k, grad_v);
     for (int64_t j = first; j < last; j++) {
       clear_key_gradient(head);
       if (head.keys.has(j)) {

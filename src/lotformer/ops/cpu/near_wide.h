@@ -39,14 +39,25 @@ LOT_INLINE VI lanes_within(int64_t apart, int64_t reach, int first) {
   return (lane >= int32_t(apart - reach)) & (lane <= int32_t(apart + reach));
 }
 
-// Values of padded keys are not read: zero times anything may be not a number.
-static void near_wide_values(const NearHead<float>& head, int64_t from, int keys, float* to) {
-  const size_t size = sizeof(float) * size_t(head.c.value_dim);
-  for (int j = 0; j < keys; j++, to += head.c.value_dim) {
-    if (head.keys.has(from + j))
-      memcpy(to, head.v.at(from + j), size);
+// Rows with padding set to zero: zero times anything may be not a number. Copied to `room` if there may be padding.
+static Strip<const float> clean_rows(const Strip<const float>& rows, const RealTokens& real, int64_t from, int count,
+                                     int width, float* room) {
+  if (!real.data) return {rows.at(from), rows.stride};
+  for (int j = 0; j < count; j++) {
+    float* to = room + int64_t(j) * width;
+    if (real.has(from + j))
+      memcpy(to, rows.at(from + j), sizeof(float) * size_t(width));
     else
-      memset(to, 0, size);
+      memset(to, 0, sizeof(float) * size_t(width));
+  }
+  return {room, width};
+}
+
+// `count` rows from i on as columns (width, kWideQueries); what is left over repeats the last.
+static void turn_rows(const Strip<const float>& rows, int64_t i, int count, int width, float* to) {
+  for (int t = 0; t < kWideQueries; t++) {
+    const float* row = rows.at(i + least(t, count - 1));
+    for (int d = 0; d < width; d++) to[d * kWideQueries + t] = row[d];
   }
 }
 
@@ -56,10 +67,7 @@ static void near_wide_queries(const NearHead<float>& head, const WideRoom& room,
   const Near& c = head.c;
   const int64_t reach = c.reach_columns, from = most<int64_t>(i - reach, 0);
   const int keys = int(least(i + queries + reach, c.length) - from);
-  for (int t = 0; t < kWideQueries; t++) {
-    const float* q = head.q.at(i + least(t, queries - 1));
-    for (int d = 0; d < c.dim; d++) room.query[d * kWideQueries + t] = q[d];
-  }
+  turn_rows(head.q, i, queries, c.dim, room.query);
   multiply_nn(head.k.at(from), head.k.stride, keys, c.dim, room.query, kWideQueries, kWideVectors, room.weight,
               kWideQueries, nullptr, kInput);
 
@@ -85,11 +93,10 @@ static void near_wide_queries(const NearHead<float>& head, const WideRoom& room,
       total[v] += weight;
     }
 
-  const bool clean = !c.key_mask.data;
-  if (!clean) near_wide_values(head, from, keys, room.value);
+  const Strip<const float> values = clean_rows(head.v, head.keys, from, keys, c.value_dim, room.value);
   memset(room.out, 0, sizeof(float) * size_t(kWideQueries) * size_t(c.value_dim));
-  multiply_tn(room.weight, kWideQueries, kWideQueries, keys, clean ? head.v.at(from) : room.value,
-              clean ? head.v.stride : c.value_dim, c.value_dim / W, room.out, c.value_dim);
+  multiply_tn(room.weight, kWideQueries, kWideQueries, keys, values.data, values.stride, c.value_dim / W, room.out,
+              c.value_dim);
   for (int t = 0; t < queries; t++) {
     float* to = out.at(i + t);
     const float all = total[t / W][t % W];
