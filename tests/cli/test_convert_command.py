@@ -69,6 +69,14 @@ class TestConvertCommand:
         assert len(converted(model)) == 2
         transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
+    def test_a_file_that_is_no_text_is_named(self, checkpoint, tmp_path):
+        packed = tmp_path / "texts.gz"
+        packed.write_bytes(b"\x1f\x8b\x08\x00")
+        code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 3, "--texts", packed)
+        assert code != 0
+        assert "texts.gz is not text in UTF-8" in " ".join(said.replace("\n", "").split())
+        assert not (tmp_path / "out").exists()
+
     def test_few_steps_run_the_original_on_few_texts_and_show_it(self, checkpoint, tmp_path, monkeypatch):
         """Python's manual has thousands of sentences; five steps read 160 of them."""
         told: list[tuple[str, int, int]] = []

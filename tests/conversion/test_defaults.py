@@ -73,6 +73,14 @@ def test_texts_within_the_window_are_read_as_before_and_longer_ones_are_not():
         assert torch.allclose(ours[mask.bool()], theirs[mask.bool()], atol=1e-5) == alike
 
 
+def test_nothing_is_said_of_plans_that_are_not_used():
+    model = long_bert()
+    lotformer.convert(model, rank=3)
+    short, long = ({"input_ids": torch.randint(3, 60, (2, tokens))} for tokens in (60, 70))
+    assert lotformer.conversion.coupling_quality(model, [short]).residual_max is None
+    assert lotformer.conversion.coupling_quality(model, [short, long]).residual_max < 1e-3
+
+
 def test_the_fresh_model_is_probed_with_texts_longer_than_its_window():
     report = lotformer.convert(long_bert(), rank=3)
     assert report.probe is not None

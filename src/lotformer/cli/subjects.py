@@ -183,7 +183,10 @@ def _texts(file: Path | None) -> tuple[list[str], list[str]]:
     if file is None:
         prose = python_reference()
         return prose.calibration, prose.held_back
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error.reason}): expected a text on each line.") from error
     if not lines:
         raise ValueError(f"{file} holds no text.")
     return _apart(lines)

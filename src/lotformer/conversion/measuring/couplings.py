@@ -22,7 +22,7 @@ class CouplingQuality:
 
     Attributes:
         residual_mean, residual_max: relative deviation of the column sums from the masses in force (None for
-            mechanisms that have no masses). Mean over keys, worst key.
+            mechanisms that have no masses, and where all inputs are read by softmax). Mean over keys, worst key.
         doubly_stochastic_mean, doubly_stochastic_max: relative deviation of the column sums from 1. Zero only for a
             doubly stochastic matrix; learned key masses are not one, and this says by how much.
     """
@@ -57,7 +57,8 @@ class _Inspector:
             prefix = mechanism.prefix_tokens
             plan = mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
             deviations = plan.deviations()
-            self.residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
+            if not mechanism.is_softmax(q.shape[2], grid):  # there is no plan in it
+                self.residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
             # where the plan is the whole matrix
             sums = plan.column_sums() if not prefix and mechanism.near is None else None
             mechanism = mechanism.without_local_mixing()
