@@ -63,10 +63,26 @@ class _Inspector:
             sums = plan.column_sums() if not prefix and mechanism.near is None else None
             mechanism = mechanism.without_local_mixing()
         if sums is None:
-            identity = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
-            # past the hooks, or this one would hear of itself
-            sums = mechanism.forward(q, k, zero_padding(identity, key_mask), key_mask, query_mask, grid=grid).sum(-2)
+            sums = _column_sums(mechanism, q, k, v, key_mask, query_mask, grid)
         self.errors.append((sums - 1).abs()[real[:, None].expand_as(sums)])
+
+
+def _column_sums(
+    mechanism: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    grid: tuple[int, int] | None,
+) -> Tensor:
+    """`Aᵀ1`, the gradient of `Σ (A v)` for `v`, without the matrix: that of a large image has no room in memory."""
+    with torch.enable_grad():
+        some = v.new_zeros(*k.shape[:3], 1).requires_grad_()
+        # past the hooks, or the one who asks would hear of itself
+        out = mechanism.forward(q, k, zero_padding(some, key_mask), key_mask, query_mask, grid=grid)
+        (sums,) = torch.autograd.grad(out.sum(), some)
+    return sums[..., 0]
 
 
 @torch.no_grad()
