@@ -84,6 +84,15 @@ def test_padding_inside_a_text_takes_up_room():
     assert report.steps == 2
 
 
+def test_a_padded_grid_has_its_size():
+    """Nine places, of which seven and six are real: no square."""
+    given = batches()
+    for batch in given:
+        batch["attention_mask"][:, 7:] = 0
+    short = lotformer.calibrate(bert(window="2d", window_size=9, prefix_tokens=0), given, steps=2)
+    assert "there was nothing to learn" in str(short)
+
+
 def test_short_inputs_do_not_raise_what_is_expected_of_long_ones():
     long = batches(12)
     short = [{name: x[:, :3] for name, x in batch.items()} for batch in batches(12)]

@@ -54,9 +54,10 @@ class Attended:
 
     def is_softmax_to(self, mechanism: Attention) -> bool:
         """Whether the mechanism does here what softmax does: every token has all keys in its window."""
-        if not isinstance(mechanism, LOT):
+        if not isinstance(mechanism, LOT) or mechanism.near is None:
             return False
-        return mechanism.is_softmax(self.length if self.grid is None else self.k.shape[2], self.grid)
+        tokens = self.length if mechanism.near.kind == "1d" else self.k.shape[2]  # a grid has its size, padded or not
+        return mechanism.is_softmax(tokens, self.grid)
 
 
 def projected(out: Tensor, projection: Tensor | None) -> Tensor:
