@@ -153,6 +153,16 @@ def test_tuples_survive_json():
     assert Recipe.from_json(recipe.to_json()).options["polarize_powers"] == (1.0, 2.0)
 
 
+def test_a_polarised_prefix_states_its_temperature():
+    recipe = Recipe("lot", {"prefix_tokens": 1, "polarize_prefix": True}, ("a",))
+    assert recipe.options["prefix_beta"] == 1.0
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    old = recipe.to_dict()
+    del old["options"]["prefix_beta"]
+    with pytest.raises(ValueError, match="must state prefix_beta"):
+        Recipe.from_dict(old)
+
+
 class TestCalls:
     """The same checks meet whoever calls `convert`."""
 

@@ -43,6 +43,17 @@ def test_polarised_prefix_follows_its_formula():
     torch.testing.assert_close(got[0, 0, 0], scores.softmax(0) @ v[0, 0])
 
 
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("size", [1.0, 0.3], ids=["unit tokens", "as a transformer starts"])
+def test_polarised_scores_have_no_temperature_and_rise_with_the_product(dim, size):
+    q, k, v = (size * x for x in tokens(1, 1, 2000, dim))
+    like, opposite = ((s * (q[:, :, :1] * k)).relu().sum(-1) for s in (1, -1))
+    scores = like + opposite**0.5
+    torch.testing.assert_close(PrefixRows(polarize=True)(q[:, :, :1], k, v)[0, 0], scores.softmax(-1)[0] @ v[0, 0])
+    correlation = torch.corrcoef(torch.stack([scores.flatten(), (q[:, :, :1] * k).sum(-1).flatten()]))[0, 1]
+    assert correlation > 0.1
+
+
 @pytest.mark.parametrize("polarize", [False, True])
 def test_prefix_and_convolution_honour_padding(polarize):
     mechanism = lotformer.attention.build(
@@ -116,6 +127,16 @@ def test_uniform_key_masses_are_none_and_have_no_parameters():
     module = KeyMasses(3, 8)
     assert module(*tokens()[:2]) is None
     assert not list(module.parameters())
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("eps", [0.05, 1.0, 25.0])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_scores_over_eps_start_with_a_deviation_of_one(dim, eps, scale):
+    mechanism = lotformer.attention.build("lot", head_dim=dim, num_heads=8, rank=64, eps=eps, scale=scale)
+    points = mechanism.pivots(torch.empty(0))[0]
+    scores = torch.randn(8, 500, dim) @ points.mT * (dim**-0.5 if scale is None else scale) / eps
+    assert scores.std().item() == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize(("init", "std"), [("small", 0.02), ("unit", 1.0)])

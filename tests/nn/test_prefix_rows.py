@@ -22,7 +22,7 @@ class Case:
     def __init__(
         self, batch=2, heads=3, prefix=2, length=37, dim=16, value_dim=16, powers=(1.0, 0.5), masked=False
     ) -> None:
-        self.module = PrefixRows(polarize=True, powers=powers)
+        self.module = PrefixRows(dim**-0.5, polarize=True, powers=powers)  # moderate scores: both can be right
         self.q = torch.randn(batch, heads, prefix, dim)
         self.k = torch.randn(batch, heads, length, dim)
         self.v = torch.randn(batch, heads, length, value_dim)

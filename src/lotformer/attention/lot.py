@@ -61,6 +61,7 @@ class LOT(Attention):
             learn_masses=o["learn_masses"],
             mass_temperature=o["mass_temperature"],
             init=o["pivot_init"],
+            unit=o["eps"] * (1.0 if o["scale"] is None else head_dim**-0.5 / abs(o["scale"])),
         )
         aware = o["pivots"] == "input-aware"
         self.pooling = PivotPooling(num_heads, o["rank"], head_dim, pull=o["eps"]) if aware else None

@@ -55,8 +55,9 @@ class LOTOptions(TypedDict, total=False):
         PivotInit,
         Option(
             "unit",
-            '"unit" draws pivots from N(0, 1), for training from scratch at ε ≈ 1; "small" from N(0, 0.02²), for '
-            'trained checkpoints; "data" starts as "small" and waits for `mechanism.pivots.initialize_from`.',
+            '"unit" draws pivots so that scores over ε deviate by one on unit-variance tokens, for training from '
+            'scratch; "small" from N(0, 0.02²), for trained checkpoints; "data" starts as "small" and waits for '
+            "`mechanism.pivots.initialize_from`.",
         ),
     ]
     pivots: Annotated[
@@ -77,12 +78,15 @@ class LOTOptions(TypedDict, total=False):
             "coupled among themselves. A sequence may consist of prefix tokens alone, but may not be shorter.",
         ),
     ]
-    prefix_beta: Annotated[float | None, Option(None, "temperature of the prefix rows, D^-1/2 by default.")]
+    prefix_beta: Annotated[
+        float | None, Option(None, "temperature of the prefix rows: by default D^-1/2, with polarised scores 1.")
+    ]
     polarize_prefix: Annotated[
         bool, Option(False, "let prefix rows score like and opposite signs apart (`PrefixRows`).")
     ]
     polarize_powers: Annotated[
-        tuple[float, float], Option((1.0, 0.5), "the powers of the like and the opposite scores.")
+        tuple[float, float],
+        Option((1.0, 0.5), "the powers of the like and the opposite scores; the paper does not state its own."),
     ]
     local_conv: Annotated[
         ConvKind | None,

@@ -47,6 +47,8 @@ class Recipe:
                 )
         towers = {kind: checked_options(self.mechanism, options) for kind, options in self.towers.items()}
         object.__setattr__(self, "towers", towers)
+        if self.options.get("polarize_prefix"):  # stated, because it was D^-1/2 by default once
+            object.__setattr__(self, "options", {**self.options, "prefix_beta": self.options.get("prefix_beta") or 1.0})
 
     def options_for(self, tokens: TokenKind | None) -> dict[str, Any]:
         """The options of a layer that such tokens reach; None where that is not known."""
@@ -87,6 +89,11 @@ class Recipe:
             raise ValueError(f"the options of a lotformer recipe must be a table, got {options!r}.")
         if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
             raise ValueError(f"the layers of a lotformer recipe must be a list of names, got {layers!r}.")
+        if options.get("polarize_prefix") and options.get("prefix_beta") is None:
+            raise ValueError(
+                "a lotformer recipe with polarize_prefix must state prefix_beta: it was made when the default was "
+                "head_dim ** -0.5. Write that number into its options."
+            )
         folded = written.get("folded", False)
         if not isinstance(folded, bool):
             raise ValueError(f"whether a lotformer recipe is folded must be true or false, got {folded!r}.")

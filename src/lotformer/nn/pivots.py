@@ -18,9 +18,11 @@ class PivotMeasure(nn.Module):
 
     Args:
         learn_masses: learn the masses from uniform, `p0 = softmax(logits / mass_temperature)`.
-        init: "small" draws pivots from N(0, 0.02²), a nearly uniform start that trained checkpoints convert best
-            from; "unit" from N(0, 1), for training from scratch at ε ≈ 1; "data" starts as "small" and waits for
+        init: "unit" draws pivots from N(0, unit²), for training from scratch; "small" from N(0, 0.02²), a nearly
+            uniform start that trained checkpoints convert best from; "data" starts as "small" and waits for
             `initialize_from`.
+        unit: the deviation of pivots at which the scores of unit-variance tokens, over ε, deviate by one. Sharper
+            plans are saturated before anything is learned: they send no gradient.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class PivotMeasure(nn.Module):
         learn_masses: bool = True,
         mass_temperature: float = 1.0,
         init: PivotInit = "unit",
+        unit: float = 1.0,
     ) -> None:
         super().__init__()
         require_count("rank", rank)
@@ -40,13 +43,14 @@ class PivotMeasure(nn.Module):
             raise ValueError(f"init must be one of {', '.join(map(repr, get_args(PivotInit)))}, got {init!r}.")
         self.rank = rank
         self.init = init
+        self.unit = unit
         self.mass_temperature = mass_temperature
         self.points = Undecayed(num_heads, rank, head_dim)
         self.logits = Undecayed(num_heads, rank, learn=learn_masses)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.points.bias, std=1.0 if self.init == "unit" else 0.02)
+        nn.init.normal_(self.points.bias, std=self.unit if self.init == "unit" else 0.02)
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

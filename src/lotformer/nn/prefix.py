@@ -21,7 +21,9 @@ class PrefixRows(nn.Module):
         (β (q⁺·k_j⁺ + q⁻·k_j⁻))^p_s + (β (q⁺·k_j⁻ + q⁻·k_j⁺))^p_o,     x⁺ = relu(x), x⁻ = relu(−x)
 
     Args:
-        beta: temperature β, `D^-1/2` by default. powers: `(p_s, p_o)` of like and opposite signs.
+        beta: temperature β; by default `D^-1/2`, and 1 with `polarize`, as the paper prints it: below its power, a
+            small β lets the opposite term rule, and the row reads where q·k is low.
+        powers: `(p_s, p_o)` of like and opposite signs. The paper does not state its own.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class PrefixRows(nn.Module):
 
     def temperature(self, head_dim: int) -> float:
         """β in force."""
-        return head_dim**-0.5 if self.beta is None else self.beta
+        if self.beta is not None:
+            return self.beta
+        return 1.0 if self.polarize else head_dim**-0.5
 
     def is_softmax(self, head_dim: int) -> bool:
         """Whether these rows are what softmax makes of them."""
