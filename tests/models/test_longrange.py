@@ -69,6 +69,37 @@ def test_published_pooling_masks_token_zero_and_divides_by_the_padded_length():
     torch.testing.assert_close(published.encode(x, torch.ones_like(mask)), published.encode(x))
 
 
+def test_learned_pooling_starts_as_the_mean_and_honours_padding():
+    torch.manual_seed(0)
+    learned = LongRangeEncoder(**TINY, pooling="learned").eval()
+    mean = LongRangeEncoder(**TINY, pooling="real").eval()
+    mean.load_state_dict(learned.state_dict(), strict=False)
+    mask = torch.arange(14).expand(2, -1) < 9
+    torch.testing.assert_close(learned.encode(tokens(2, 14), mask), mean.encode(tokens(2, 14), mask))
+    torch.nn.init.normal_(learned.pool.queries.weight)
+    short, padded = tokens(2, 9), torch.cat([tokens(2, 9), tokens(2, 5)], 1)
+    torch.testing.assert_close(learned(padded, mask), learned(short), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(learned.encode(short), mean.encode(short), atol=1e-2)
+
+
+def test_learned_pooling_sees_the_last_couplings_where_a_mean_cannot():
+    """With unit columns, the mean of the last layer's output is that of the values, whatever the couplings."""
+
+    def slope(pooling):
+        torch.manual_seed(0)
+        exact = {"rank": 4, "solver": "newton", "tol": None, "learn_masses": False}
+        model = LongRangeEncoder(**TINY, depth=1, dropout=0.0, pooling=pooling, attention_options=exact).double()
+        if pooling == "learned":
+            torch.nn.init.normal_(model.pool.queries.weight)
+        model.blocks[0].mlp.requires_grad_(False)[-2].weight.zero_()  # the residual stream alone
+        model.blocks[0].mlp[-2].bias.zero_()
+        model.norm = torch.nn.Identity()
+        model.encode(tokens(2, 16)).square().sum().backward()
+        return model.blocks[0].attn.mechanism.pivots.points.bias.grad.norm()
+
+    assert slope("real") < 1e-8 * slope("learned")
+
+
 def test_two_documents_are_compared():
     torch.manual_seed(0)
     model = LongRangeEncoder(**TINY, documents=2).eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..layers import AttentionLayer
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.dropout import ByteDropout
 
-Pooling = Literal["real", "published"]
+Pooling = Literal["real", "published", "learned"]
 
 
 class LongRangeEncoder(nn.Module):
@@ -32,6 +32,8 @@ class LongRangeEncoder(nn.Module):
             task has one, along the sequence elsewhere.
         pooling: "real" averages over real tokens. "published" does what the protocol's code does: token 0 is padding
             wherever it occurs (black pixels too), and the sum is divided by the padded length, a power of two.
+            "learned" weighs real tokens by a softmax of its own in each head (`LearnedPooling`). A mean cannot see
+            what a doubly stochastic matrix does: where columns sum to one, Σ_i A_ij v_j is Σ_j v_j.
         dropout: of embeddings, attention output and both layers of the MLP.
         attention_dropout: inside mechanisms that have one.
     """
@@ -58,8 +60,8 @@ class LongRangeEncoder(nn.Module):
         super().__init__()
         if documents not in (1, 2):
             raise ValueError(f"documents must be 1 or 2, got {documents}.")
-        if pooling not in ("real", "published"):
-            raise ValueError(f"pooling must be 'real' or 'published', got {pooling!r}.")
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling must be one of {', '.join(map(repr, get_args(Pooling)))}, got {pooling!r}.")
         self.max_length, self.documents, self.grid, self.pooling = max_length, documents, grid, pooling
         self.token_embedding = nn.Embedding(vocabulary, dim)
         self.position_embedding = nn.Parameter(torch.empty(max_length, dim))
@@ -85,6 +87,7 @@ class LongRangeEncoder(nn.Module):
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
+        self.pool = LearnedPooling(dim, num_heads) if pooling == "learned" else None
         self.head = nn.Sequential(
             nn.Linear(dim if documents == 1 else 4 * dim, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, classes)
         )
@@ -118,9 +121,28 @@ class LongRangeEncoder(nn.Module):
         x = self.norm(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
+        if self.pool is not None:
+            return self.pool(x, mask)
         if self.pooling == "published":
             return x.sum(1) / (1 << (self.max_length - 1).bit_length())
         return x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+
+
+class LearnedPooling(nn.Module):
+    """A weighted mean of the tokens in each head, `Σ_i softmax_i(u_h·x_i) x_i`; it starts as the mean."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.queries = nn.Linear(dim, num_heads, bias=False)
+        nn.init.zeros_(self.queries.weight)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`(B, N, dim) → (B, dim)` over real tokens; zeros where there are none, as padding must be in `x`."""
+        scores = self.queries(x)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
+        heads = x.unflatten(2, (self.queries.out_features, -1))
+        return (scores.softmax(1)[..., None] * heads).sum(1).flatten(1)
 
 
 class Block(nn.Module):

@@ -26,8 +26,9 @@ class LongRangeSettings(TrainSettings):
     attention_options: tuple[str, ...] = setting((), "Options of the mechanism, name=value; over those of the recipe.")
     local_mixing: bool = setting(False, "Add a depthwise convolution of the values, 1-D or 2-D by the task.")
     recipe: Recipe = setting("paper", "Whose settings to take for what is not given.")
-    pooling: Literal["real", "published"] = setting(
-        "real", "Mean over real tokens, or the published one: token 0 is padding, divided by all positions."
+    pooling: Literal["real", "published", "learned"] = setting(
+        "real",
+        "Mean over real tokens; the published one: token 0 is padding, divided by all positions; or learned weights.",
     )
     dropout: float = setting(0.1, "Of embeddings and layers.", at_least=0, at_most=1)
     attention_dropout: float = setting(0.0, "Inside mechanisms that have it; the protocol's is 0.1.", at_least=0)
