@@ -15,7 +15,7 @@ from ..data.folder import VARIABLE, data_folder
 from ..experiments import balance as balance_experiment
 from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
-from .longrange import experiment_lra, experiment_pathfinder, experiment_throughput
+from .longrange import experiment_lra, experiment_pathfinder, experiment_search, experiment_throughput
 from .settings import with_settings
 from .survival import (
     conversion_anatomy,
@@ -111,6 +111,7 @@ app.command("survival-vision")(survival_vision)
 app.command("survival-retrieval")(survival_retrieval)
 app.command("survival-translation")(survival_translation)
 app.command("lra")(experiment_lra)
+app.command("lra-search")(experiment_search)
 app.command("lra-throughput")(experiment_throughput)
 app.command("pathfinder")(experiment_pathfinder)
 app.command("translation")(experiment_translation)

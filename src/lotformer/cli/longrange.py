@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..data.folder import VARIABLE, data_folder
-from ..experiments.longrange import pathfinder_check, table, throughput
+from ..experiments.longrange import pathfinder_check, search, table, throughput
 from ..experiments.longrange.settings import LongRangeSettings, completed
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish, say
@@ -69,6 +69,23 @@ def experiment_lra(
         with progress_bar(console) as listen:
             table.run(settings, folder, out, listen, command_line())
         publish(console, table.render(out), out)
+
+
+@with_settings(search.SearchSettings)
+def experiment_search(
+    settings: search.SearchSettings,
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the trials; those that are finished there are not run again.")
+    ] = Path("out/lra-search"),
+) -> None:
+    """The learning rate of every row of Table 2, found on validation data by the same trials for all."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the search"):
+        folder = data_folder(data_dir, WANTED)
+        with progress_bar(console) as listen:
+            search.run(settings, folder, out, listen, command_line())
+        publish(console, search.render(out), out)
 
 
 @with_settings(throughput.ThroughputSettings)

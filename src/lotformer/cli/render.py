@@ -13,6 +13,7 @@ from rich.console import Console
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..experiments import balance, glue, stsb, survival
 from ..experiments.longrange import pathfinder_check
+from ..experiments.longrange import search as lra_search
 from ..experiments.longrange import table as lra
 from ..experiments.longrange import throughput as lra_throughput
 from ..experiments.translation import speed as translation_speed
@@ -22,7 +23,7 @@ from ..results.report import Report
 from .terminal import one_clear_error, publish
 
 _BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
-_EXPERIMENTS = (balance, glue, stsb, lra, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
+_EXPERIMENTS = (balance, glue, stsb, lra, lra_search, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
 _TRANSLATION = (translation, translation_speed)
 _SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
 RENDERERS: dict[str, Callable[[Path], Report]] = {

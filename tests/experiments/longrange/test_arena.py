@@ -13,7 +13,7 @@ from lotformer.data.longrange.listops import ListOps
 from lotformer.data.longrange.pathfinder import Pathfinder
 from lotformer.data.longrange.prepare import prepare
 from lotformer.data.longrange.retrieval import PaperPairs
-from lotformer.experiments.longrange import table
+from lotformer.experiments.longrange import search, table
 from lotformer.experiments.longrange.settings import settings_for
 from lotformer.experiments.longrange.table import ArenaSettings
 from lotformer.experiments.longrange.task import LongRange
@@ -170,6 +170,36 @@ def test_the_grid_is_filled_once_and_rendered(small_sets):
     assert len(costs.rows) == 4
     assert sorted(path.suffix for path in report.draw(out)) == [".png", ".svg"]
     assert not list(out.rglob("*.run"))
+
+
+def test_a_search_gives_every_row_its_best_rate_and_leaves_the_test_set_alone(small_sets, monkeypatch):
+    looked_at = []
+    count = LongRange.count_right
+
+    def noted(self, model, split, *rest):
+        looked_at.append(split)
+        return count(self, model, split, *rest)
+
+    monkeypatch.setattr(LongRange, "count_right", noted)
+    budget = {"tasks": ("listops",), "rows": ("lot-masses", "softmax-pooled"), "steps": 2, "batch_size": 4}
+    settings = search.SearchSettings(**budget, evaluations=1, rates=(1e-6, 1e-1))
+    found = small_sets / "search"
+    trials = search.run(settings, small_sets, found)
+    assert set(looked_at) == {"dev"}
+    assert search.run(settings, small_sets, found) == trials
+    best = search.best_rates(found, "listops")
+    for row in budget["rows"]:
+        accuracies = {rate: t.accuracy for t, rate in zip(trials, (1e-6, 1e-1) * 2, strict=True) if t.row == row}
+        assert accuracies[best[row]] == max(accuracies.values())
+    [shown] = search.render(found).tables
+    assert [row[0] for row in shown.rows] == ["lot-masses", "softmax-pooled"]
+    table.run(ArenaSettings(**budget, evaluations=1, searched=found), small_sets, small_sets / "out")
+    record = json.loads((small_sets / "out" / "listops" / "lot-masses-seed0.json").read_text())
+    assert record["origin"]["settings"]["lr"] == best["lot-masses"]
+    with pytest.raises(ValueError, match="no trial of softmax on listops"):
+        table.run(
+            ArenaSettings(**{**budget, "rows": ("softmax",)}, evaluations=1, searched=found), small_sets, small_sets
+        )
 
 
 def test_cells_of_another_budget_are_refused(small_sets):

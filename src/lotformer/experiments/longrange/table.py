@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ... import attention
 from ..._files import require_writable, write_text
 from ..._settings import Settings, setting
 from ...results import figures
@@ -23,6 +22,7 @@ from ...results.report import Report
 from ...results.sources import Source
 from ...results.tables import Table, mean_and_deviation
 from ...training.logs import Progress
+from .rows import MIXED, VARIANTS, row_named
 from .settings import LongRangeSettings, Recipe, settings_for
 
 if TYPE_CHECKING:
@@ -40,16 +40,6 @@ COLUMNS = {
 }
 """The tasks in the order of the paper's table. Film pairs stand in for Retrieval and are no part of the average."""
 
-MIXED = "+dwc"
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "lot-exact": ("solver=newton",),
-    "lot-semibalanced": ("balance=keys",),
-    "lot-unbalanced": ("balance=none",),
-}
-"""Rows that are LOT with other options: couplings solved to rounding, where the paper takes five sweeps; columns that
-sum to one without the pivots' masses imposed on the queries; rows that sum to one and nothing else.
-"""
-
 
 @dataclass(frozen=True)
 class ArenaSettings(Settings):
@@ -57,9 +47,19 @@ class ArenaSettings(Settings):
 
     tasks: tuple[str, ...] = setting(("image",), f"Columns: {', '.join(COLUMNS)}.")
     rows: tuple[str, ...] = setting(
-        ("lot", "lot+dwc", *VARIANTS, "softmax", "polaformer", "nystromformer", "linear-transformer", "skyformer"),
-        "Mechanisms; +dwc adds depthwise mixing. lot-exact solves couplings to rounding, lot-semibalanced imposes the "
-        "column sums alone, lot-unbalanced neither.",
+        (
+            "lot",
+            "lot+dwc",
+            "lot-exact",
+            "lot-semibalanced",
+            "lot-unbalanced",
+            "softmax",
+            "polaformer",
+            "nystromformer",
+            "linear-transformer",
+            "skyformer",
+        ),
+        f"Mechanisms; +dwc adds depthwise mixing. Also {', '.join(VARIANTS)}.",
     )
     seeds: tuple[int, ...] = setting((0,), "Runs per cell.", at_least=0)
     steps: int = setting(1000, "Updates per run.", at_least=1)
@@ -67,43 +67,35 @@ class ArenaSettings(Settings):
     recipe: Recipe = setting("paper", "Whose settings to take.")
     evaluations: int = setting(5, "Times that the validation set is looked at on the way, for the figure.", at_least=1)
     evaluated: int | None = setting(None, "Examples that an evaluation looks at; all if not given.", at_least=1)
+    searched: Path | None = setting(
+        None, "Folder of `experiment lra-search`: a row takes the rate that did best there, not the recipe's."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for task in self.tasks:
             if task not in COLUMNS:
                 raise ValueError(f"tasks must be among {', '.join(COLUMNS)}, got {task!r}.")
-        for row in self.rows:
-            mechanism(row)
+        for name in self.rows:
+            row_named(name)
 
-    def run(self, task: str, row: str, seed: int) -> LongRangeSettings:
-        """The settings of one run."""
-        name, options = mechanism(row)
-        size = {} if self.batch_size is None else {"batch_size": self.batch_size}
+    def run(self, task: str, name: str, seed: int, rate: float | None = None) -> LongRangeSettings:
+        """The settings of one run, at the recipe's learning rate unless another is given."""
+        chosen = row_named(name)
+        given = {"batch_size": self.batch_size, "lr": rate}
         return settings_for(
             task=task,
-            attention=name,
-            attention_options=options,
-            local_mixing=row.endswith(MIXED),
+            attention=chosen.attention,
+            attention_options=chosen.options,
+            local_mixing=name.endswith(MIXED),
+            pooling=chosen.pooling,
             recipe=self.recipe,
             steps=self.steps,
             seed=seed,
             evaluate_every=max(1, self.steps // self.evaluations),
             evaluated=self.evaluated,
-            **size,
+            **{name: value for name, value in given.items() if value is not None},
         )
-
-
-def mechanism(row: str) -> tuple[str, tuple[str, ...]]:
-    """The mechanism of a row, and options over the recipe's.
-
-    Raises:
-        ValueError: there is no such mechanism.
-    """
-    name = row.removesuffix(MIXED)
-    if name in VARIANTS:
-        return "lot", VARIANTS[name]
-    return attention.entry(name).name, ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `accuracy` is on the test set with the last weights; nothing is selected by it.
+    """One run. `accuracy` is on the test set (a trial's on validation data) with the last weights.
 
     `residual` is the worst relative deviation of a column sum from its mass in any layer of LOT, on one batch.
     """
@@ -157,17 +149,39 @@ def run(
         first = settings.run(task, settings.rows[0], settings.seeds[0])
         sets = prepared_sets(first, data, partial(listen, f"preparing {task}"))
         source = Source(sets.folder.name, sets.fingerprint)
+        rates = _found_rates(settings, task)
         for row in settings.rows:
             for seed in settings.seeds:
-                chosen = settings.run(task, row, seed)
+                chosen = settings.run(task, row, seed, rates.get(row))
                 origin = Origin(chosen.described(), {"data": source})
                 name = f"{row}-seed{seed}"
                 found = folder.find(name, origin)
-                cells.append(found or _filled(LongRange(chosen, sets), row, folder, name, origin, listen))
+                cells.append(found or filled(LongRange(chosen, sets), row, folder, name, origin, listen))
     return cells
 
 
-def _filled(task: LongRange, row: str, folder: CellFolder[Cell], name: str, origin: Origin, listen: Listener) -> Cell:
+def _found_rates(settings: ArenaSettings, task: str) -> dict[str, float]:
+    """The searched learning rate of every row; empty if none was searched."""
+    if settings.searched is None:
+        return {}
+    from .search import best_rates
+
+    rates = best_rates(settings.searched, task)
+    missing = [row for row in settings.rows if row not in rates]
+    if missing:
+        raise ValueError(f"no trial of {', '.join(missing)} on {task} in {settings.searched}: search for them first.")
+    return rates
+
+
+def filled(
+    task: LongRange,
+    row: str,
+    folder: CellFolder[Cell],
+    name: str,
+    origin: Origin,
+    listen: Listener,
+    split: Literal["dev", "test"] = "test",
+) -> Cell:
     """Train, test, store. An interrupted run goes on from its checkpoint, kept beside the cell until it is done."""
     from ...training.run import train
 
@@ -176,7 +190,7 @@ def _filled(task: LongRange, row: str, folder: CellFolder[Cell], name: str, orig
     report = train(task, place, resume=True, listeners=[watch])
     assert task.model is not None
     model = task.model.eval()
-    tested = task.count_right(model, "test")["accuracy"]
+    tested = task.count_right(model, split)["accuracy"]
     residuals = task.residuals(model)
     cell = Cell(
         task=task.settings.task,
@@ -265,18 +279,10 @@ def _uncertainty(cells: Sequence[Cell]) -> str:
     return f"Differences below so many points may come from the choice of test examples alone: {told}."
 
 
-_MEANING = {
-    "lot": "LOT with the paper's five sweeps",
-    "lot-exact": "the same couplings solved exactly",
-    "lot-semibalanced": "only the column sums imposed",
-    "lot-unbalanced": "no sums imposed beside unit rows",
-}
-
-
 def _legend(cells: Sequence[Cell]) -> str:
     """What the rows are that are no mechanism of the registry, and what the figure shows."""
-    rows = {cell.row.removesuffix(MIXED) for cell in cells}
-    told = [f"{row} is {text}" for row, text in _MEANING.items() if row in rows]
+    shown = {cell.row.removesuffix(MIXED) for cell in cells}
+    told = [f"{name} is {variant.meaning}" for name, variant in VARIANTS.items() if name in shown]
     if any(cell.row.endswith(MIXED) for cell in cells):
         told.append(f"{MIXED} adds a depthwise convolution of the values")
     figure = "The figure shows validation accuracy over minutes of training, a line for each seed; LOT's are thick."
