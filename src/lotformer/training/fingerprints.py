@@ -46,6 +46,16 @@ def fingerprint(value: Any) -> str:
     return str(Fingerprint().add(value))
 
 
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The fingerprint of each tensor, to be stored beside it."""
+    return {name: fingerprint(x) for name, x in tensors.items()}
+
+
+def damaged(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> list[str]:
+    """Names of the tensors that are not what their stored checksums say; tensors without one are not judged."""
+    return [name for name, x in tensors.items() if name in stored and fingerprint(x) != stored[name]]
+
+
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Dtype and shape of each tensor, e.g. `float32[6, 8]`."""
     return {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors.items()}
