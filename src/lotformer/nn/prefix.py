@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..ops import cpu
 from .checks import require_positive
 from .padding import zero_padding
+from .precision import no_autocast
 from .softmax import fused_softmax
 
 
@@ -52,7 +53,9 @@ class PrefixRows(nn.Module):
         if not self.polarize:
             return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return self.pool(self._polarized_scores(beta * q.to(dtype), k.to(dtype)), v, key_mask)
+        with no_autocast(q.device.type):  # powers of rounded scores are other rows
+            scores = self._polarized_scores(beta * q.to(dtype), k.to(dtype))
+        return self.pool(scores, v, key_mask)
 
     def temperature(self, head_dim: int) -> float:
         """β in force."""
