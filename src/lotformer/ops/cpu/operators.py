@@ -160,8 +160,9 @@ def differentiable_once(
         nothing = (None,) * (tensors + len(ctx.options))
         if all(grad is None for grad in grads):  # whatever came after the outputs did not depend on them
             return nothing
-        inputs = ctx.saved_tensors[-tensors:]
-        found = derivative(*gradients(inputs, *grads[:results]), *ctx.saved_tensors, *ctx.options)
+        saved = ctx.saved_tensors  # read once: with activation checkpointing a tensor can be unpacked only once
+        inputs = saved[-tensors:]
+        found = derivative(*gradients(inputs, *grads[:results]), *saved, *ctx.options)
         wanted = (None if x is None else g for x, g in zip(inputs, found, strict=False))
         return (*wanted, *nothing[len(found) :])
 
