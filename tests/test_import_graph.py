@@ -24,6 +24,7 @@ LAYERS = (
 HELPERS = {
     "_settings": "frozen settings from Python, TOML or a command line; imports nothing of ours, serves every layer",
     "_files": "whole files or none; imports nothing of ours, serves every layer",
+    "_reading": "files as what they claim to be, or one clear error; imports nothing of ours, serves every layer",
     "_torchvision": "makes a mismatched torchvision importable; imports nothing of ours",
     "_transformers_hook": "loads converted checkpoints with transformers, so it may import conversion",
 }

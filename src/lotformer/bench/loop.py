@@ -85,7 +85,7 @@ class _Task:
 
     def stream(self, process: Process) -> LoaderStream:
         data = _Images(self.chosen)
-        return LoaderStream(data, shuffled(len(data), self.chosen.batch, 0), seed=0, process=process)
+        return LoaderStream(data, shuffled(len(data), self.chosen.batch, 0), seed=0, process=process, described="noise")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .._reading import read_json
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..experiments import balance, glue, stsb, survival
 from ..experiments.longrange import pathfinder_check
@@ -47,8 +47,8 @@ def _experiment(folder: Path) -> str:
         return balance.NAME
     for path in sorted(folder.rglob("*.json")):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+            found = read_json(path)
+        except (ValueError, OSError):
             continue
         if isinstance(found, dict) and found.get("experiment") in RENDERERS:
             return str(found["experiment"])

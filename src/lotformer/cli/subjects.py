@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torchvision, conversion
+from .._reading import read_lines
 from ..data.batches import Batch, call, main_tensor, pooled
 from ..data.checkpoints import checkpoint_root, encoder_part, save_like
+from ..data.images import open_image
 from ..data.prose import python_reference
 from ..data.text import load_tokenizer, text_batches
 
@@ -67,7 +69,7 @@ def open_subject(
         wanted = {} if size is None else {"size": {"height": size, "width": size}}
 
         def picture(file: Path) -> Tensor:
-            return processor(_open(file), return_tensors="pt", **wanted)["pixel_values"][0]
+            return processor(open_image(file), return_tensors="pt", **wanted)["pixel_values"][0]
 
         learned, held = _apart([{"pixel_values": batch} for batch in _image_batches(images, picture, steps)])
         save: Callable[[Path], None] = lambda out: loaded.save_pretrained(out)  # noqa: E731  three of these side by side
@@ -147,19 +149,13 @@ def _timm(weights: Path, name: str, images: Path | None, size: int | None, steps
     if size is not None:
         config["input_size"] = (config["input_size"][0], size, size)
     transform = timm.data.create_transform(**config)
-    learned, held = _apart(_image_batches(images, lambda file: transform(_open(file)), steps))
+    learned, held = _apart(_image_batches(images, lambda file: transform(open_image(file)), steps))
 
     def save(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         conversion.save(model, out / "model.safetensors")
 
     return Subject(model, model, learned, held, None, save, f"lotformer.conversion.load(model, …), model a {name}")
-
-
-def _open(file: Path) -> Any:
-    from PIL import Image
-
-    return Image.open(file).convert("RGB")
 
 
 def _image_batches(
@@ -183,10 +179,7 @@ def _texts(file: Path | None) -> tuple[list[str], list[str]]:
     if file is None:
         prose = python_reference()
         return prose.calibration, prose.held_back
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8 ({error.reason}): expected a text on each line.") from error
+    lines = [line for line in read_lines(file) if line.strip()]
     if not lines:
         raise ValueError(f"{file} holds no text.")
     return _apart(lines)

@@ -13,7 +13,7 @@ from ..data.checkpoints import checkpoint_folder
 from ..data.folder import VARIABLE, data_folder
 from ..experiments.survival import anatomy, speed, translation, vision
 from ..experiments.survival import retrieval as retriever
-from ..results.sources import Source, checkpoint_source, files_source
+from ..results.sources import Source, checkpoint_source, files_source, folder_source
 from .settings import with_settings
 from .terminal import command_line, one_clear_error, progress_bar, publish
 
@@ -118,7 +118,7 @@ def survival_translation(
 def _pictures(task: vision.VisionTask, checkpoint: Path, folder: Path) -> dict[str, Source]:
     return {
         "checkpoint": files_source(checkpoint.name, [checkpoint]),
-        "data": files_source(folder.name, [file for place in task.pictures.classes for file in place]),
+        "data": folder_source(folder, [file for place in task.pictures.classes for file in place]),
     }
 
 

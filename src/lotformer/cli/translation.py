@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .._reading import decoded_lines, read_lines
 from ..data.folder import VARIABLE, data_folder
-from ..data.translation.lines import decoded_lines, read_lines
 from ..data.translation.sets import prepare
 from ..experiments.translation import speed, table
 from ..experiments.translation.settings import PairSettings, TranslationSettings, completed, recipe_of

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from .._reading import decoding, shown, table
+from .saved import saved_dataset, saved_files
 
 Split = Literal["train", "dev"]
 Metric = Literal["accuracy", "accuracy-f1", "matthews", "pearson-spearman"]
@@ -13,7 +16,10 @@ Metric = Literal["accuracy", "accuracy-f1", "matthews", "pearson-spearman"]
 
 @dataclass(frozen=True)
 class Task:
-    """How one task is stored and scored. Columns are names in the header, or positions in files without one."""
+    """How one task is stored and scored. Columns are names in the header, or positions in files without one.
+
+    `labels` are the names of the classes, `scores` the range of a regression.
+    """
 
     name: str
     folder: str
@@ -22,6 +28,7 @@ class Task:
     metric: Metric
     labels: tuple[str, ...] = ("0", "1")
     dev: str = "dev"
+    scores: tuple[float, float] = (0.0, 5.0)
 
     @property
     def outputs(self) -> int:
@@ -72,18 +79,21 @@ def load(task: Task, split: Split, folder: Path) -> list[Example]:
 
     Raises:
         FileNotFoundError: neither layout is there; the message names both places looked at.
+        ValueError: a row is not as the format says, with its file and line, or there is none.
     """
     saved = _saved(task, folder)
-    if saved is not None:
-        return _from_datasets(task, split, saved)
-    return _from_table(task, _table(task, split, folder))
+    place = _table(task, split, folder) if saved is None else saved
+    examples = _from_table(task, place) if saved is None else _from_datasets(task, split, place)
+    if not examples:
+        raise ValueError(f"{place}: expected examples of the {split} set of {task.name}, found none.")
+    return examples
 
 
 def files(task: Task, folder: Path) -> list[Path]:
     """The files that `load` reads for both splits."""
     saved = _saved(task, folder)
     if saved is not None:
-        return [path for path in saved.rglob("*") if path.suffix in {".arrow", ".json"}]
+        return saved_files(saved)
     return [_table(task, split, folder) for split in ("train", "dev")]
 
 
@@ -113,27 +123,60 @@ def available(folder: Path) -> list[str]:
 
 
 def _from_table(task: Task, path: Path) -> list[Example]:
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-    if isinstance(task.label, str):
-        header = rows.pop(0)
-        columns = [header.index(str(name)) for name in (*task.texts, task.label)]
-    else:
-        columns = [int(position) for position in (*task.texts, task.label)]
-    complete = [row for row in rows if len(row) > max(columns)]
-    return [Example(tuple(row[c].strip() for c in columns[:-1]), _label(task, row[columns[-1]])) for row in complete]
+    """Every row has as many columns as the header, so a text with a tab, or a row cut short, cannot pass."""
+    rows = table(path)
+    names = (*task.texts, task.label)
+    columns = [name for name in names if isinstance(name, int)]
+    width, header = max(columns, default=-1) + 1, ", ".join(map(str, names))
+    if not columns:
+        _, found = next(rows)
+        if any(name not in found for name in names):
+            raise ValueError(f"{path}, line 1: expected a header with {header}, got {shown(chr(9).join(found))}.")
+        columns, width = [found.index(str(name)) for name in names], len(found)
+    examples = []
+    for line, row in rows:
+        if len(row) != width:
+            what = shown("\t".join(row))
+            raise ValueError(f"{path}, line {line}: expected {width} columns between tabs, got {len(row)}: {what}.")
+        *texts, label = (row[column].strip() for column in columns)
+        examples.append(Example(tuple(texts), _label(task, label, f"{path}, line {line}")))
+    return examples
 
 
-def _label(task: Task, value: str) -> float:
-    return float(value) if task.outputs == 1 else float(task.labels.index(value.strip()))
+def _label(task: Task, value: str, where: str) -> float:
+    if task.outputs > 1:
+        if value not in task.labels:
+            raise ValueError(f"{where}: expected a label among {', '.join(task.labels)}, got {shown(value)}.")
+        return float(task.labels.index(value))
+    try:
+        score: Any = float(value)
+    except ValueError:
+        score = value
+    return _within(task, score, where)
+
+
+def _within(task: Task, label: Any, where: str) -> float:
+    """A label that is a number already: the index of a class, or a score."""
+    known = isinstance(label, (int, float)) and math.isfinite(label)
+    if task.outputs == 1:
+        low, high = task.scores
+        if not known or not low <= label <= high:
+            raise ValueError(f"{where}: expected a score from {low:g} to {high:g}, got {label!r}.")
+    elif not known or label not in range(len(task.labels)):
+        raise ValueError(f"{where}: expected a label from 0 to {len(task.labels) - 1}, got {label!r}.")
+    return float(label)
 
 
 def _from_datasets(task: Task, split: Split, path: Path) -> list[Example]:
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ImportError(f"{path} is a saved data set: reading it needs `pip install datasets`.") from error
-
-    part = load_from_disk(str(path))["train" if split == "train" else _HUB_DEV.get(task.name, "validation")]
     names = _HUB_TEXTS.get(task.name, tuple(map(str, task.texts)))
-    return [Example(tuple(row[name] for name in names), float(row["label"])) for row in part]
+    part = "train" if split == "train" else _HUB_DEV.get(task.name, "validation")
+    sets = saved_dataset(path)
+    with decoding(path, f"a saved data set of {task.name} with a split {part!r} and its columns"):
+        rows = [(tuple(row[name] for name in names), row["label"]) for row in sets[part]]
+    examples = []
+    for number, (texts, label) in enumerate(rows, 1):
+        where = f"{path}, {part}, row {number}"
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: expected {' and '.join(names)} to be texts, got {shown(str(texts))}.")
+        examples.append(Example(texts, _within(task, label, where)))
+    return examples

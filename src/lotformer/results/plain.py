@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar, Union
+
+from .._reading import read_json
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ def read(kind: type[T], path: Path) -> T:
         ValueError: the file is not JSON, or holds something else.
     """
     try:
-        return restore(kind, json.loads(path.read_text(encoding="utf-8")))
+        return restore(kind, read_json(path))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of this version of lotformer ({error}).") from error
 

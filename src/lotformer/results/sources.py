@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data.contents import files_digest, sha256
+
 _CHECKPOINT = {".json", ".safetensors", ".bin", ".pt", ".txt", ".model"}
 
 
@@ -25,12 +27,13 @@ def checkpoint_source(folder: Path) -> Source:
 
 
 def files_source(name: str, files: Iterable[Path]) -> Source:
-    """These files, in whatever order; where they are does not matter."""
+    """These files, in whatever order; where they are does not matter. Those of one name count in their order."""
     whole = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
-        content = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
-        whole.update(f"{path.name}\0{content.hexdigest()}\n".encode())
+        whole.update(f"{path.name}\0{sha256(path)}\n".encode())
     return Source(name, whole.hexdigest())
+
+
+def folder_source(folder: Path, files: Iterable[Path]) -> Source:
+    """Files below a folder whose paths in it matter too: the folder of an image is its class."""
+    return Source(folder.name, files_digest(folder, files))

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,9 @@ class Fingerprint:
             self._text(f"{value.dtype}{list(value.shape)}")
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._hash.update(raw.numpy().data)
+        elif isinstance(value, np.ndarray):  # large ones are abbreviated when printed
+            self._text(f"{value.dtype}{list(value.shape)}")
+            self._hash.update(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes())
         elif isinstance(value, Mapping):
             self._text(f"mapping of {len(value)}")
             for key, item in value.items():

@@ -60,7 +60,8 @@ class LoaderStream:
             gets a contiguous part of each.
         collate: makes a batch of a list of samples; it may draw random numbers too (mixup).
         workers: processes that load; 0 loads where the model trains.
-        described: what the data are, for the checkpoint to refuse others.
+        described: what the data are, for the checkpoint to refuse others: a fingerprint of their contents, e.g.
+            `fingerprints.fingerprint(tensors)`. Two sets with one description pass for each other.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class LoaderStream:
         process: Process = Process(),  # noqa: B008  frozen
         collate: Callable[[list[Any]], Any] = default_collate,
         workers: int = 0,
-        described: str | None = None,
+        described: str,
     ) -> None:
-        self.described = f"{len(data)} samples" if described is None else described
+        self.described = described
         first = batches(0)
         self.batches_per_epoch = len(first)
         self.samples_per_batch = sum(map(len, first)) / max(1, len(first))

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .._files import write_text
+from .._reading import decoded_lines, decoding, read_bytes
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -52,21 +55,16 @@ class Listener(Protocol):
 class JsonLines:
     """A file with one JSON object per line: `{"step": 10, "loss": …}`. Every step is in it at most once.
 
-    A resumed run drops the lines after the checkpoint, which it is about to write again.
+    A resumed run drops the lines after the checkpoint, which it is about to write again, and a last one without its
+    end, which a kill has cut off.
     """
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
 
     def started(self, step: int, steps: int) -> None:
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):  # cut off by a kill
-                continue
-        self.path.write_text("".join(kept) if step else "", encoding="utf-8")
+        kept = self._until(step) if step and self.path.exists() else []
+        write_text("".join(f"{line}\n" for line in kept), self.path)
 
     def stepped(self, progress: Progress) -> None:
         if progress.step % self.every == 0 or progress.step == progress.steps:
@@ -77,6 +75,21 @@ class JsonLines:
 
     def ended(self) -> None:
         pass
+
+    def _until(self, step: int) -> list[str]:
+        """The lines up to a step.
+
+        Raises:
+            ValueError: a whole line is not one of a log, with its number.
+        """
+        whole = read_bytes(self.path).rpartition(b"\n")[0]
+        kept = []
+        for number, line in enumerate(decoded_lines(whole, str(self.path)) if whole else (), 1):
+            where = f"{self.path}, line {number}"
+            with decoding(where, "a line of a run's log (delete it, or move the file away)"):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        return kept
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:

@@ -105,7 +105,8 @@ class ToyTask:
     def stream(self, process: Process) -> LoaderStream:
         data, s = _Toys(96, 1, self.settings.noise), self.settings
         batches = shuffled(len(data), s.part_size, s.seed)
-        return LoaderStream(data, batches, seed=s.seed, process=process, workers=s.workers)
+        described = fingerprint([data.tokens, data.labels])
+        return LoaderStream(data, batches, seed=s.seed, process=process, workers=s.workers, described=described)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, labels = batch

@@ -110,13 +110,13 @@ def test_damage_is_named(tmp_path):
     folder = release(tmp_path)
     image = folder / "imgs" / "0" / "sample_3.png"
     image.write_bytes(image.read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"sample_3\.png is not a readable image"):
+    with pytest.raises(ValueError, match=r"sample_3\.png is not an image, or is damaged"):
         [PathfinderFiles(folder).make(split, 0) for split in ("train", "dev", "test")]
     image.unlink()
     with pytest.raises(FileNotFoundError, match=r"sample_3\.png, which does not exist"):
         PathfinderFiles(folder).describe()
     (folder / "metadata" / "0.npy").write_text("imgs/0 sample_1.png\n")
-    with pytest.raises(ValueError, match=r"0\.npy: expected folder, file, number, label"):
+    with pytest.raises(ValueError, match=r"0\.npy, line 1: expected folder, file, number, label"):
         PathfinderFiles(folder).describe()
 
 

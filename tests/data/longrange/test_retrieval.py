@@ -71,7 +71,7 @@ def test_the_stand_in_is_named_as_another_task(tmp_path):
 def test_missing_addresses_are_named(tmp_path):
     source = films(tmp_path)
     (tmp_path / "aclImdb" / "train" / "urls_pos.txt").write_text("http://example.org/0\n")
-    with pytest.raises(ValueError, match=r"urls_pos\.txt has no line for 1_5\.txt"):
+    with pytest.raises(ValueError, match=r"urls_pos\.txt has no address for 1_5\.txt: expected in line 2"):
         source.shards()
     (tmp_path / "aclImdb" / "train" / "urls_pos.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"urls_pos\.txt"):

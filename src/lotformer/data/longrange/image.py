@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ..._reading import decoding, read_bytes, read_json
+from ..contents import files_digest
+from ..images import open_image
+from ..saved import saved_dataset
 from .store import Shard
-from .text import saved_dataset
 
 Pixels = npt.NDArray[np.uint8]
 """Images `(n, 32, 32, 3)`."""
@@ -72,7 +74,12 @@ class Cifar:
     aliases: ClassVar[Mapping[str, str]] = {}
 
     def describe(self) -> dict[str, Any]:
-        return {"task": self.task, "source": "CIFAR-10", "grey": "0.2989 R + 0.587 G + 0.114 B"}
+        """The same for every copy of the published files; one without checksums is known by its contents."""
+        known = {"task": self.task, "source": "CIFAR-10", "grey": "0.2989 R + 0.587 G + 0.114 B"}
+        if self.checksums is None:
+            paths = [path for path in self.folder.rglob("*") if path.is_file()]
+            known["contents"] = files_digest(self.folder, paths)
+        return known
 
     def shards(self) -> dict[str, int]:
         return {"train": 5, "dev": 1, "test": 1}
@@ -102,34 +109,33 @@ def greyscale(images: Pixels) -> Pixels:
 
 def _binary(source: Cifar, name: str) -> tuple[Pixels, Pixels]:
     path = _existing(source.folder / f"{name}.bin")
-    contents = path.read_bytes()
+    contents = read_bytes(path)
     source.verify(path, name, contents)
-    rows = np.frombuffer(contents, np.uint8).reshape(-1, 3073)
+    with decoding(path, "a file of CIFAR-10"):
+        rows = np.frombuffer(contents, np.uint8).reshape(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), rows[:, 0]
 
 
 def _pickled(source: Cifar, name: str) -> tuple[Pixels, Pixels]:
     path = _existing(source.folder / name)
-    contents = path.read_bytes()
+    contents = read_bytes(path)
     source.verify(path, name, contents)
     batch = pickle.loads(contents, encoding="bytes")  # verified: the published file and no other
     return batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), np.array(batch[b"labels"], np.uint8)
 
 
 def _pngs(source: Cifar, name: str) -> tuple[Pixels, Pixels]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install 'lotformer[vision]'.") from error
-
     path = _existing(source.folder / f"{name}.png")
-    with Image.open(path) as image:
-        images = np.asarray(image.convert("RGB")).reshape(-1, 32, 32, 3)
+    image = open_image(path)
+    with decoding(path, "a file of CIFAR-10"):
+        images = np.asarray(image).reshape(-1, 32, 32, 3)
     # sic: the package spells it so
     table = _existing(source.folder / ("test_lables.json" if name == "test_batch" else "train_lables.json"))
     first = 0 if name == "test_batch" else _NAMES.index(name) * len(images)
-    labels = np.array(json.loads(table.read_text())[first : first + len(images)], np.uint8)
-    rows = np.concatenate([labels[:, None], images.transpose(0, 3, 1, 2).reshape(len(images), -1)], 1)
+    known = read_json(table)
+    with decoding(table, "a list of labels"):
+        labels = np.array(known[first : first + len(images)], np.uint8)
+        rows = np.concatenate([labels[:, None], images.transpose(0, 3, 1, 2).reshape(len(images), -1)], 1)
     source.verify(path, name, rows.tobytes())
     return images, labels
 

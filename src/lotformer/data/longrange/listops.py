@@ -7,7 +7,6 @@ grow at once, one level at a time, so that rejecting 99 % of them costs seconds 
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .store import Shard, Tokens, sha256
+from ..._reading import shown, table
+from ..contents import sha256
+from .store import Shard, Tokens
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 CLOSE = "]"
@@ -24,6 +25,7 @@ SYMBOLS = ("", *OPERATORS, CLOSE, *"0123456789")
 """Token id → symbol, the same on every machine; 0 is padding."""
 
 IDS = {symbol: number for number, symbol in enumerate(SYMBOLS) if symbol}
+_DIGITS = set("0123456789")
 _FIRST_OPERATOR, _CLOSE, _ZERO = IDS[OPERATORS[0]], IDS[CLOSE], IDS["0"]
 
 SIZES: Mapping[str, int] = {"train": 96_000, "dev": 2_000, "test": 2_000}
@@ -105,18 +107,30 @@ class ListOpsFiles:
 
 
 def read_tsv(path: Path) -> Iterator[tuple[Tokens, int]]:
-    """Expressions with their answers, from the arena's files (Source, Target) or the original ones (answer first)."""
-    with path.open(encoding="utf-8", newline="") as lines:
-        for line, row in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-            if row[:2] == ["Source", "Target"]:
-                continue
-            if len(row) != 2 or not {row[0], row[1]} & set("0123456789"):
-                raise ValueError(f"{path}, line {line}: expected an expression and a digit separated by a tab.")
-            text, answer = (row[1], row[0]) if row[0] in set("0123456789") and len(row[1]) > 1 else row
-            try:
-                yield encode(text), int(answer)
-            except KeyError as error:
-                raise ValueError(f"{path}, line {line}: {error} is not a symbol of ListOps.") from None
+    """Expressions with their answers, from the arena's files (Source, Target) or the original ones (answer first).
+
+    Raises:
+        ValueError: a row is anything else, with its line, or there is none.
+    """
+    found = False
+    for number, row in table(path):
+        if number == 1 and row == ["Source", "Target"]:
+            continue
+        where = f"{path}, line {number}"
+        if len(row) != 2 or not {row[0], row[1]} & _DIGITS:
+            what = shown("\t".join(row))
+            raise ValueError(f"{where}: expected an expression and a digit separated by a tab, got {what}.")
+        text, answer = (row[1], row[0]) if row[0] in _DIGITS and len(row[1]) > 1 else row
+        try:
+            tokens = encode(text)
+        except KeyError as error:
+            raise ValueError(f"{where}: {error} is not a symbol of ListOps.") from None
+        if len(tokens) == 0 or np.sum(tokens == _CLOSE) != np.sum(tokens < _CLOSE):
+            raise ValueError(f"{where}: expected as many closing brackets as operators, got {shown(text)}.")
+        found = True
+        yield tokens, int(answer)
+    if not found:
+        raise ValueError(f"{path}: expected expressions, found none.")
 
 
 def encode(text: str) -> Tokens:

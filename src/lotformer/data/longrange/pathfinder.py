@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..._reading import read_lines, shown
+from ..contents import files_digest
+from ..images import open_image
 from .contours import SIDE, draw
 from .store import Shard
 
@@ -64,26 +67,18 @@ class PathfinderFiles:
     aliases: ClassVar[Mapping[str, str]] = {}
 
     def describe(self) -> dict[str, Any]:
-        rows = self._rows()
-        return {"task": self.task, "source": "png", "seed": self.seed, "folder": self.folder.name, "images": len(rows)}
+        images = [path for path, _ in self._rows()]
+        contents = files_digest(self.folder, {*self._tables(), *images})
+        return {"task": self.task, "source": "png", "seed": self.seed, "images": len(images), "contents": contents}
 
     def shards(self) -> dict[str, int]:
         return {split: -(-len(part) // _PER_SHARD) for split, part in self._parts().items()}
 
     def make(self, split: str, number: int) -> Shard:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError("reading images needs Pillow: pip install 'lotformer[vision]'.") from error
-
         first = number * _PER_SHARD
         images, labels = [], []
         for path, label in self._parts()[split][first : first + _PER_SHARD]:
-            try:
-                with Image.open(path) as image:
-                    pixels = np.asarray(image.convert("L"))
-            except OSError as error:
-                raise ValueError(f"{path} is not a readable image: {error}.") from error
+            pixels = np.asarray(open_image(path, "L"))
             if pixels.shape != (SIDE, SIDE):
                 raise ValueError(f"{path}: expected {SIDE}×{SIDE} pixels, got {pixels.shape[1]}×{pixels.shape[0]}.")
             images.append(pixels.reshape(-1))
@@ -101,18 +96,21 @@ class PathfinderFiles:
 
     def _rows(self) -> list[tuple[Path, int]]:
         """Image and label by the metadata, text files despite their name; empty images of the release are left out."""
-        tables = sorted((self.folder / "metadata").glob("*.npy"))
-        if not tables:
-            raise FileNotFoundError(f"no Pathfinder set: expected {self.folder}/metadata/*.npy and {self.folder}/imgs.")
         rows = []
-        for table in tables:
-            for line in table.read_text(encoding="utf-8").splitlines():
-                columns = line.split()
+        for table in self._tables():
+            for number, line in enumerate(read_lines(table), 1):
+                columns, where = line.split(), f"{table}, line {number}"
                 if len(columns) < 4 or columns[3] not in ("0", "1"):
-                    raise ValueError(f"{table}: expected folder, file, number, label …, got {line!r}.")
+                    raise ValueError(f"{where}: expected folder, file, number, label …, got {shown(line)}.")
                 path = self.folder / columns[0] / columns[1]
                 if not path.is_file():
-                    raise FileNotFoundError(f"{table} names {path}, which does not exist.")
+                    raise FileNotFoundError(f"{where} names {path}, which does not exist.")
                 if path.stat().st_size:
                     rows.append((path, int(columns[3])))
         return rows
+
+    def _tables(self) -> list[Path]:
+        tables = sorted((self.folder / "metadata").glob("*.npy"))
+        if not tables:
+            raise FileNotFoundError(f"no Pathfinder set: expected {self.folder}/metadata/*.npy and {self.folder}/imgs.")
+        return tables

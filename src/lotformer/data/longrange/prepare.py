@@ -48,8 +48,7 @@ class Source(Protocol):
 
 def folder_of(source: Source, root: Path) -> Path:
     """Where the prepared set of a source lives: its name carries a hash of its description."""
-    text = json.dumps(source.describe(), sort_keys=True)
-    return root / f"{source.task}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return _folder_of(source.task, source.describe(), root)
 
 
 def prepare(
@@ -60,7 +59,8 @@ def prepare(
     An interrupted run goes on with the shards it has not made. `workers` is the number of processes, all cores by
     default; with 1 the work is done in this one.
     """
-    target = folder_of(source, root)
+    description = source.describe()  # reads the files of the source: once
+    target = _folder_of(source.task, description, root)
     if (target / MANIFEST).is_file():
         return open_set(target)
     scratch = target.with_name(f"{target.name}.shards")
@@ -80,13 +80,18 @@ def prepare(
     try:
         for done, _ in enumerate(_made(source, missing, workers), total - len(missing) + 1):
             listener(done, total)
-        publish(target, paths, source.aliases, source.describe())
+        publish(target, paths, source.aliases, description)
     except FileNotFoundError:
         # another process has published the set and removed the shards while this one was at work
         if not (target / MANIFEST).is_file():
             raise
     shutil.rmtree(scratch, ignore_errors=True)
     return open_set(target)
+
+
+def _folder_of(task: str, description: Mapping[str, Any], root: Path) -> Path:
+    text = json.dumps(description, sort_keys=True)
+    return root / f"{task}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _made(source: Source, missing: list[tuple[str, int, Path]], workers: int | None) -> Iterator[None]:

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .store import Shard, Tokens, sha256
+from ..._reading import read_lines, require_file
+from ..contents import files_digest, sha256
+from .store import Shard, Tokens
 from .text import CLASSES, ReviewFiles, as_bytes, read, review_number
 
 _FILES = {"train": "train", "dev": "eval", "test": "test"}
@@ -41,10 +43,13 @@ class PaperPairs:
         for label, first, second in self._pairs(self._file(split)):
             documents += [first, second]
             labels.append(label)
+        if not labels:
+            raise ValueError(f"{self._file(split)}: expected pairs of papers, found none.")
         examples = np.arange(len(documents), dtype=np.int32).reshape(-1, 2)
         return Shard(documents, examples, np.array(labels, np.uint8))
 
     def _pairs(self, path: Path) -> Iterator[tuple[int, Tokens, Tokens]]:
+        require_file(path)
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 columns = line.rstrip(b"\r\n").split(b"\t")
@@ -82,7 +87,7 @@ class FilmPairs:
     aliases: ClassVar[Mapping[str, str]] = {}
 
     def describe(self) -> dict[str, Any]:
-        urls = hashlib.sha256("".join(self._films(split)[0] for split in ("train", "test")).encode()).hexdigest()
+        urls = files_digest(self.urls, [path for split in ("train", "test") for path in self._films(split)])
         return {
             "task": self.task,
             "source": self.reviews.describe(),
@@ -110,24 +115,27 @@ class FilmPairs:
     def _reviews(self, split: str) -> list[tuple[Path, int, str]]:
         """Path, sentiment and film. A tenth of the training films is for validation; test films are IMDB's own."""
         folder = "test" if split == "test" else "train"
-        films = [text.splitlines() for text in self._films(folder)]
+        films = [read_lines(path) for path in self._films(folder)]
         rows = []
         for path, label in self.reviews.files(folder):
             number, _ = review_number(path)
-            if number >= len(films[label]):
-                raise ValueError(f"{self.urls / folder}/urls_{CLASSES[label]}.txt has no line for {path.name}.")
+            if number >= len(films[label]) or not films[label][number].strip():
+                raise ValueError(
+                    f"{self._films(folder)[label]} has no address for {path.name}: expected in line {number + 1}."
+                )
             film = films[label][number]
             held = int(hashlib.sha256(film.encode()).hexdigest(), 16) % 10 == 0
             if split == "test" or held == (split == "dev"):
                 rows.append((path, label, film))
         return rows
 
-    def _films(self, folder: str) -> list[str]:
+    def _films(self, folder: str) -> list[Path]:
+        """Files with the film of each review, by sentiment."""
         paths = [self.urls / folder / f"urls_{name}.txt" for name in CLASSES]
         for path in paths:
             if not path.is_file():
                 raise FileNotFoundError(f"no film addresses: expected {path}, one address per review.")
-        return [path.read_text(encoding="utf-8") for path in paths]
+        return paths
 
 
 def same_or_other(

@@ -25,6 +25,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from ..._reading import decoding, read_json
+from ..contents import sha256
+
 Tokens = npt.NDArray[np.uint8]
 
 MANIFEST = "manifest.json"
@@ -150,7 +153,7 @@ def open_set(folder: Path, *, verify: bool = True) -> PreparedSet:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a prepared set: run `lotformer data prepare` first.")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         found = manifest["format"]
         prepared = PreparedSet(folder, manifest)
     except (ValueError, KeyError, TypeError) as error:
@@ -192,21 +195,13 @@ def publish(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _join(folder: Path, shards: Sequence[Path]) -> None:
     """One array after another, so that no more than one kind is in memory."""
     folder.mkdir()
     for name in _ARRAYS:
         parts, offset = [], 0
         for path in shards:
-            with np.load(path) as shard:
+            with decoding(path, "a shard (delete it and prepare the set again)"), np.load(path) as shard:
                 part = shard[name]
             if name == "ends":
                 part = part + offset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..._reading import require_file
+from ..contents import files_digest
+from ..saved import saved_dataset, saved_files
 from .store import Shard, Tokens
 
 CLASSES = ("neg", "pos")
@@ -32,14 +34,9 @@ class ReviewFiles:
     aliases: ClassVar[Mapping[str, str]] = {"dev": "test"}
 
     def describe(self) -> dict[str, Any]:
-        """Names and sizes stand for the contents, so that finding a prepared set does not read 50,000 files."""
-        listing = [
-            (split, path.parent.name, path.name, path.stat().st_size)
-            for split in ("train", "test")
-            for path, _ in self.files(split)
-        ]
-        digest = hashlib.sha256(repr(listing).encode()).hexdigest()
-        return {"task": self.task, "source": "files", "bytes": MAX_BYTES, "files": len(listing), "listing": digest}
+        paths = [path for split in ("train", "test") for path, _ in self.files(split)]
+        contents = files_digest(self.folder, paths)
+        return {"task": self.task, "source": "files", "bytes": MAX_BYTES, "files": len(paths), "contents": contents}
 
     def shards(self) -> dict[str, int]:
         return {split: -(-len(self.files(split)) // _PER_SHARD) for split in ("train", "test")}
@@ -70,8 +67,8 @@ class ReviewDataset:
     aliases: ClassVar[Mapping[str, str]] = {"dev": "test"}
 
     def describe(self) -> dict[str, Any]:
-        prints = {split: self._rows(split)._fingerprint for split in ("train", "test")}
-        return {"task": self.task, "source": "datasets", "bytes": MAX_BYTES, "fingerprints": prints}
+        contents = files_digest(self.folder, saved_files(self.folder))
+        return {"task": self.task, "source": "datasets", "bytes": MAX_BYTES, "contents": contents}
 
     def shards(self) -> dict[str, int]:
         return {split: -(-len(self._rows(split)) // _PER_SHARD) for split in ("train", "test")}
@@ -85,15 +82,6 @@ class ReviewDataset:
         return saved_dataset(self.folder)[split]
 
 
-def saved_dataset(folder: Path) -> Any:
-    """A Hugging Face data set saved to disk."""
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ImportError(f"{folder} is a saved data set: reading it needs `pip install datasets`.") from error
-    return load_from_disk(str(folder))
-
-
 def review_number(path: Path) -> tuple[int, str]:
     """IMDB's names are `<number>_<rating>.txt`; other names sort after them."""
     number = path.stem.split("_")[0]
@@ -101,6 +89,7 @@ def review_number(path: Path) -> tuple[int, str]:
 
 
 def read(path: Path) -> Tokens:
+    require_file(path)
     with path.open("rb") as file:
         return as_bytes(file.read(MAX_BYTES))
 

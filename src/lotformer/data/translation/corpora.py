@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .lines import Pair, decoded_lines, read_lines, read_pairs, require_text
+from ..._reading import decoded_lines, decoding, read_lines, require_file, shown
+from .lines import Pair, read_pairs, require_text
 
 SPLITS = ("train", "valid", "test")
 
@@ -79,7 +80,7 @@ def tatoeba(folder: Path, source: str, target: str) -> Corpus:
     for number, line in enumerate(lines, 1):
         columns = line.split("\t")
         if len(columns) < 2 or not all(text.strip() for text in columns[:2]):
-            raise ValueError(f"{name}, line {number}: expected English, a tab and a translation, got {line[:60]!r}.")
+            raise ValueError(f"{name}, line {number}: expected English, a tab and a translation, got {shown(line)}.")
         english, translation = columns[:2]
         pair = (english, translation) if source == "en" else (translation, english)
         parts[part_of(english)].append(pair)
@@ -147,8 +148,12 @@ def _present(places: list[Path], name: str, what: str) -> Path:
 def _tatoeba_lines(folder: Path, name: str) -> tuple[str, list[str]]:
     for path in sorted({*folder.glob(name), *folder.glob(f"*/{name}")}):
         return str(path), read_lines(path)
-    for path in sorted(folder.glob("*.zip")):
-        with zipfile.ZipFile(path) as archive:
-            if name in archive.namelist():
-                return f"{path}, {name}", decoded_lines(archive.read(name), f"{path}, {name}")
-    raise FileNotFoundError(f"no {name} of Tatoeba in {folder}, in a folder of it, or in a zip file there.")
+    archives = sorted(folder.glob("*.zip"))
+    for path in archives:
+        require_file(path)
+        with decoding(path, "a zip file"), zipfile.ZipFile(path) as archive:
+            content = archive.read(name) if name in archive.namelist() else None
+        if content is not None:
+            return f"{path}, {name}", decoded_lines(content, f"{path}, {name}")
+    looked = f"; {', '.join(map(str, archives))} do not hold it" if archives else ""
+    raise FileNotFoundError(f"no {name} of Tatoeba in {folder}, in a folder of it, or in a zip file there{looked}.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
+
+from ..._reading import read_lines
 
 Pair = tuple[str, str]
 """A sentence and its translation."""
@@ -25,39 +26,6 @@ def read_pairs(source: Path, target: Path) -> list[Pair]:
             "has no partner. Expected one translation per line."
         )
     return list(zip(ours, theirs, strict=True))
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, gzipped if its name says so, without their ends.
-
-    Lines end at line feeds only: texts may hold other separators of Unicode's.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing.")
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path} is not a gzip file, or is damaged: {error}.") from error
-    return decoded_lines(content, str(path))
-
-
-def decoded_lines(content: bytes, name: str) -> list[str]:
-    """The lines of a file's content; `name` is the file's, for errors."""
-    raw = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if raw[-1] == b"":
-        raw.pop()  # the end of the last line, not a line
-    if not raw:
-        raise ValueError(f"{name} is empty: expected text in its line 1.")
-    lines = []
-    for number, line in enumerate(raw, 1):
-        try:
-            lines.append(line.decode("utf-8").removesuffix("\r"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1}). "
-                "Convert the file to UTF-8."
-            ) from error
-    return lines
 
 
 def require_text(pairs: list[Pair], names: tuple[str, str]) -> None:

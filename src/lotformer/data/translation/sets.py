@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._files import new_folder
+from ..._reading import read_json
 from . import vocabulary
 from .cleaning import Cleaning
 from .corpora import READERS, SPLITS, Corpus, Reader, files, read_corpus
@@ -146,7 +147,7 @@ def open_set(folder: Path) -> TranslationSet:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a prepared set: run `lotformer data prepare translation` first.")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         found = manifest["format"]
         made = TranslationSet(folder, manifest)
     except (ValueError, KeyError, TypeError) as error:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from .sources import Images, Sample
+from .sources import Images, Progress, Sample
 
 
-def decoded(images: Images, progress: Callable[[int, int], None] | None = None) -> Images:
+def decoded(images: Images, progress: Progress | None = None) -> Images:
     """The same images from memory, as `uint8`: three bytes per pixel, shared with worker processes that fork.
 
     What is broken is found on the way, so `broken` is complete when this returns.
@@ -28,6 +26,4 @@ def decoded(images: Images, progress: Callable[[int, int], None] | None = None) 
     def load(index: int) -> Sample:
         return Image.fromarray(pixels[index]), labels[index]
 
-    cached = Images(load, len(images), images.classes, images.name)
-    cached.broken = images.broken
-    return cached
+    return images.moved(load)

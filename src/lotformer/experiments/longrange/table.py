@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._files import require_writable, write_text
+from ..._reading import decoding, read_json
 from ..._settings import Settings, setting
 from ...results import figures
 from ...results.cells import CellFolder, Listener, Origin, Record
@@ -227,7 +228,9 @@ class _Watch:
     def started(self, step: int, steps: int) -> None:
         self._start = time.perf_counter()
         if self.path.is_file():
-            kept = [Point(**point) for point in json.loads(self.path.read_text())]
+            written = read_json(self.path)
+            with decoding(self.path, "a list of accuracies over time"):
+                kept = [Point(**point) for point in written]
             self.points = [point for point in kept if point.step <= step]
             self._before = max((point.seconds for point in self.points), default=0.0)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ... import _torchvision, conversion
 from ..._settings import setting
 from ...conversion.hosts.tokens import TokenKind
+from ...data.images import open_image
 from ...data.vision.transforms import evaluation_transform
 from ...results.cells import Listener
 from .protocol import EVERYTHING, Experiment, ProtocolSettings
@@ -135,10 +136,8 @@ class VisionTask:
 
 
 def read_images(files: Sequence[Path], size: int) -> Tensor:
-    from PIL import Image
-
     transform = _transform(size)
-    return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+    return torch.stack([transform(open_image(file)) for file in files])
 
 
 @cache

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..._files import require_writable
+from ..._reading import read_lines
 from ..._settings import Settings, setting
-from ...data.translation.lines import read_lines
 from ...results.cells import CellFolder, Listener, Origin
 from ...results.report import Report
 from ...results.sources import checkpoint_source, files_source

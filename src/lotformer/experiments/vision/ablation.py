@@ -21,7 +21,7 @@ from ..._files import require_writable
 from ..._settings import Settings, setting
 from ...data.vision.transforms import evaluation_transform
 from ...results.cells import CellFolder, Listener, Origin, Record
-from ...results.sources import Source, files_source
+from ...results.sources import Source, folder_source
 from ...results.tables import mean_and_deviation
 from ...training.logs import Progress
 from ...training.run import BEST, train
@@ -169,7 +169,7 @@ def images_source(data: Path) -> Source:
     """
     if not data.is_dir():
         raise FileNotFoundError(f"{data} is not a folder: --data expects one that holds train/ and val/ with images.")
-    return files_source(data.name, (path for path in data.rglob("*") if path.is_file()))
+    return folder_source(data, (path for path in data.rglob("*") if path.is_file()))
 
 
 def step_milliseconds(

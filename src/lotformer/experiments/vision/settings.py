@@ -66,7 +66,7 @@ class VisionSettings(ImageSettings, TrainSettings):
         return self.image_size[0], self.image_size[-1]
 
     def described(self) -> dict[str, Any]:
-        """Without where the images are and whether they are in memory: a run may be resumed with others."""
+        """Without where the images are and whether they are in memory: the contents say which they are."""
         return {name: value for name, value in super().described().items() if name not in ("data", "cache")}
 
 

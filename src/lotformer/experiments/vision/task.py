@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from ... import _torchvision
 from ...data.vision.cache import decoded
-from ...data.vision.sources import STREAMED, Images, open_images, open_stream
+from ...data.vision.sources import STREAMED, Images, open_images, open_stream, stream_fingerprint
 from ...data.vision.transforms import Augmentation, evaluation_transform, training_transform
 from ...training.loader import LoaderStream
 from ...training.stream import TrainingStream
@@ -36,6 +36,13 @@ class ImageSets:
     train: Images | None
     val: Images | None
 
+    def described(self) -> str:
+        """Sizes and contents, by which a checkpoint knows its data again."""
+        assert self.train is not None
+        assert self.val is not None
+        learned = f"{len(self.train)} images of {len(self.train.classes)} classes, {self.train.fingerprint()}"
+        return f"{learned}; judged by {len(self.val)}, {self.val.fingerprint()}"
+
 
 def open_sets(settings: VisionSettings, listen: Listen = lambda what, now, total: None) -> ImageSets:
     """Both splits, decoded into memory if the settings say so.
@@ -52,6 +59,9 @@ def open_sets(settings: VisionSettings, listen: Listen = lambda what, now, total
     if settings.cache:
         train = decoded(train, partial(listen, "decoding training images"))
         val = decoded(val, partial(listen, "decoding validation images"))
+    else:  # all files are read once, to tell them from others
+        train.fingerprint(partial(listen, "reading training images"))
+        val.fingerprint(partial(listen, "reading validation images"))
     return ImageSets(train, val)
 
 
@@ -104,7 +114,8 @@ class Vision:
             data = open_stream(s.source, s.data, s.train_split, batch_size=s.part_size, training=True, seed=s.seed)
             data.transform = transform
             share = s.part_size // process.count
-            return StreamedImages(data, share, self._mix(), seed=s.seed, workers=s.workers, described=s.source)
+            described = stream_fingerprint(s.source, s.data)
+            return StreamedImages(data, share, self._mix(), seed=s.seed, workers=s.workers, described=described)
         return LoaderStream(
             Augmented(train, transform),
             repeated(len(train), s.part_size, s.seed, s.repeats),
@@ -112,7 +123,7 @@ class Vision:
             process=process,
             collate=Mixed(self._mix()),
             workers=s.workers,
-            described=f"{len(train)} images of {s.num_classes} classes",
+            described=self.sets.described(),
         )
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
