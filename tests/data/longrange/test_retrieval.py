@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lotformer.data.longrange.prepare import prepare
+from lotformer.data.longrange.prepare import folder_of, prepare
 from lotformer.data.longrange.retrieval import FilmPairs, PaperPairs, same_or_other
 from lotformer.data.longrange.text import ReviewFiles
 
@@ -76,6 +76,26 @@ def test_missing_addresses_are_named(tmp_path):
     (tmp_path / "aclImdb" / "train" / "urls_pos.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"urls_pos\.txt"):
         source.describe()
+
+
+@pytest.mark.parametrize("sentiment", ["pos", "neg"])
+def test_other_addresses_make_another_set(tmp_path, sentiment):
+    source = films(tmp_path)
+    before, path = folder_of(source, tmp_path), tmp_path / "aclImdb" / "train" / f"urls_{sentiment}.txt"
+    path.write_text(path.read_text().replace("train3\n", "train4\n"))
+    assert folder_of(source, tmp_path) != before
+
+
+def test_an_address_ends_at_its_line_feed(tmp_path):
+    source = films(tmp_path)
+    path = tmp_path / "aclImdb" / "train" / "urls_pos.txt"
+    path.write_text("http://example.org/a\u2028b\n" + path.read_text().partition("\n")[2])
+    found = {row[0].name: row[2] for row in source._reviews("train") + source._reviews("dev") if row[1] == 1}
+    assert found["0_5.txt"] == "http://example.org/a\u2028b"
+    assert found["1_5.txt"] == "http://example.org/train1"
+    path.write_text("\n" + path.read_text().partition("\n")[2])
+    with pytest.raises(ValueError, match=r"urls_pos\.txt has no address for 0_5\.txt: expected in line 1"):
+        source.shards()
 
 
 def aan(folder: Path, rows: str) -> PaperPairs:

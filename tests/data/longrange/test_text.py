@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,27 @@ def test_a_changed_file_is_another_set(tmp_path):
     before = folder_of(source, tmp_path)
     (tmp_path / "aclImdb" / "test" / "pos" / "0_7.txt").write_text("longer than it was before")
     assert folder_of(source, tmp_path) != before
+
+
+def test_a_file_of_the_same_size_and_time_with_other_text_is_another_set(tmp_path):
+    source = text.ReviewFiles(imdb(tmp_path / "aclImdb"))
+    before, file = folder_of(source, tmp_path), tmp_path / "aclImdb" / "test" / "pos" / "0_7.txt"
+    times = file.stat()
+    file.write_text(file.read_text()[::-1])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert folder_of(source, tmp_path) != before
+
+
+def test_a_saved_data_set_is_known_by_its_contents(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    found = set()
+    for label in (0, 1):
+        part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [label, 1]})
+        datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / f"{label}" / "imdb"))
+        for state in (tmp_path / f"{label}").rglob("state.json"):  # its own fingerprint may be a copy's
+            state.write_text(re.sub(r'"_fingerprint": "\w+"', '"_fingerprint": "same"', state.read_text()))
+        found.add(folder_of(text.reviews(tmp_path / f"{label}"), tmp_path))
+    assert len(found) == 2
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
 from lotformer._settings import make
+from lotformer.data.vision.sources import stream_fingerprint
 from lotformer.experiments.residuals import couplings_watched
+from lotformer.experiments.vision.ablation import images_source
 from lotformer.experiments.vision.batches import StreamedImages, repeated
 from lotformer.experiments.vision.build import load_trained, load_weights
 from lotformer.experiments.vision.evaluation import blanked
@@ -92,6 +96,68 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(folder: Path, tmp_path: P
     train(task(folder, **chosen), tmp_path / "cut", resume=True)
     whole, cut = (load_trained(tmp_path / name / "best.pt").model.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def swap_labels(folder: Path) -> None:
+    one, two = (folder / "train" / name / "3.png" for name in ("dark", "white"))
+    whole = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(whole)
+
+
+def change_a_byte(file: Path) -> None:
+    """Of the pixels; the file keeps its size and its times."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "two labels": swap_labels,
+    "all labels": lambda folder: [
+        (folder / "train" / name).rename(folder / "train" / other)
+        for name, other in (("dark", "x"), ("white", "dark"), ("x", "white"))
+    ],
+    "one image": lambda folder: change_a_byte(folder / "train" / "grey" / "2.png"),
+    "one judged image": lambda folder: change_a_byte(folder / "val" / "grey" / "2.png"),
+}
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["files", "memory"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_is_not_resumed_on_other_images(folder: Path, tmp_path: Path, change: str, cache: bool) -> None:
+    chosen = {"recipe": "none", "steps": 4, "save_every": 1, "cache": cache}
+    with pytest.raises(KeyboardInterrupt):
+        train(task(folder, **chosen), tmp_path / "run", listeners=[StopAt(2)])
+    moved = folder.rename(tmp_path / "moved")
+    CHANGES[change](moved)
+    with pytest.raises(ValueError, match=r"last\.pt belongs to another run: data is 24 images of 3 classes, \w{16}"):
+        train(task(moved, **chosen), tmp_path / "run", resume=True)
+
+
+def test_a_run_is_resumed_on_the_same_images_elsewhere(folder: Path, tmp_path: Path) -> None:
+    chosen = {"recipe": "none", "steps": 4, "save_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        train(task(folder, **chosen), tmp_path / "run", listeners=[StopAt(2)])
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    assert train(task(moved, cache=True, **chosen), tmp_path / "run", resume=True).steps == 4
+
+
+def test_the_cells_of_an_ablation_know_their_images_by_class(folder: Path) -> None:
+    before = images_source(folder)
+    assert images_source(Path(shutil.copytree(folder, folder.parent / "copy" / folder.name))) == before
+    CHANGES["all labels"](folder)
+    assert images_source(folder) != before
+
+
+def test_streamed_files_are_known_by_content(folder: Path) -> None:
+    before = stream_fingerprint("wds/numbers", folder)
+    assert before.startswith("wds/numbers, ")
+    change_a_byte(folder / "train" / "dark" / "1.png")
+    assert stream_fingerprint("wds/numbers", folder) != before
+    assert stream_fingerprint("hfids/numbers", folder) == "hfids/numbers"  # a cache of what is far away
 
 
 def test_broken_images_are_counted_and_named_whoever_loads_them(folder: Path, tmp_path: Path) -> None:
