@@ -29,7 +29,7 @@ from lotformer.data.longrange.listops import read_tsv
 from lotformer.data.longrange.text import ReviewFiles
 from lotformer.data.translation.corpora import tatoeba
 from lotformer.data.vision.sources import open_images
-from support.image_folder import make_image_folder
+from support.image_folder import CLASSES, make_image_folder
 
 DAMAGES = 300
 
@@ -210,15 +210,25 @@ def test_a_bomb_is_refused_and_in_a_set_skipped(tmp_path: Path) -> None:
     assert [images.name(index) for index in images.broken] == ["grey/3.png"]
 
 
-def test_a_damaged_header_within_a_tar_file_does_not_end_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["header", "cut within a header", "cut between files"])
+def test_damage_does_not_end_a_tar_file_early(tmp_path: Path, damage: str) -> None:
     path, _ = a_tar(tmp_path)
     with tarfile.open(path) as archive:
         place = archive.getmembers()[4].offset
-    content = bytearray(path.read_bytes())
-    content[place + 10] ^= 1
-    path.write_bytes(content)
+    whole = path.read_bytes()
+    made = {
+        "header": whole[: place + 10] + b"?" + whole[place + 11 :],
+        "cut within a header": whole[: place + 100],
+        "cut between files": whole[:place],
+    }[damage]
+    path.write_bytes(made)
     with pytest.raises(ValueError, match=rf"train\.tar is not a tar file, or is damaged: .* at byte {place}"):
         open_images("", path, "train")
+    path.write_bytes(whole)
+    images = open_images("", path, "train")
+    assert len(images) == 6
+    assert images.classes == list(CLASSES)
+    assert images.fingerprint() == open_images("", tmp_path / "images", "train").fingerprint()
 
 
 def test_a_nested_json_file_does_not_exhaust_the_stack(tmp_path: Path) -> None:

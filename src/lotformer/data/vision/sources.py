@@ -106,7 +106,8 @@ def open_images(source: str, folder: Path | None, split: str) -> Images:
     if not hasattr(data, "reader"):
         return _pictures(data)
     reader = data.reader
-    labels = getattr(reader, "class_to_idx", {}) or {}
+    # tar files have another name for it
+    labels = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None) or {}
 
     def name(index: int) -> str:
         return str(reader.filename(index))
@@ -181,16 +182,14 @@ def _create(source: str, folder: Path | None, split: str, **options: Any) -> Any
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a tar file with a damaged header: `tarfile` takes it for the end of the archive.
+    """Refuse a tar file that is cut off, or whose headers are damaged: `tarfile` takes either for its end.
 
     Raises:
         ValueError: it does not go on to its end, which is a block of zeros.
     """
     with decoding(path, "a tar file"), tarfile.open(path, "r:") as archive:
-        for _ in archive:
-            pass
-        end = archive.offset
-        with path.open("rb") as file:
-            file.seek(end)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise ValueError(f"the header at byte {end} cannot be read")
+        archive.getmembers()
+        assert archive.fileobj is not None
+        archive.fileobj.seek(archive.offset)
+        if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise ValueError(f"expected the header of another file, or the end, at byte {archive.offset}")

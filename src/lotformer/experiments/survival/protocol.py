@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import conversion
 from ..._files import new_file, require_writable
+from ..._reading import decoding
 from ..._settings import Settings, setting
 from ...conversion.api import WINDOW_SIZES
 from ...conversion.hosts.tokens import TokenKind
@@ -281,7 +282,9 @@ class _Bench:
             return
         found, kept = self.originals.find(_ORIGINAL, self.origin), self.originals.folder / f"{_ORIGINAL}.pt"
         if found is not None and kept.is_file():
-            self.task.reference, self.softmax = torch.load(kept, weights_only=True), found.scores
+            with decoding(kept, "what the original gave (delete it to make it again)"):
+                self.task.reference = torch.load(kept, weights_only=True)
+            self.softmax = found.scores
             return
         self.task.reference = None
         self.softmax = self._scores(self.task.load().eval(), _ORIGINAL)
