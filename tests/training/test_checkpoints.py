@@ -1,8 +1,10 @@
-"""The file of a checkpoint is whole whatever happens, belongs to one run, and gets the user's permissions."""
+"""The file of a checkpoint is whole whatever happens, belongs to one run, and is refused if a bit of it changed."""
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -10,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lotformer.training import checkpoints
 from lotformer.training.checkpoints import Checkpoint
+from lotformer.training.run import BEST, LAST, train
+from lotformer.training.torture import ToySettings, ToyTask
 from support import forked
 from support.full_disk import full_disk, needs_limits
 
@@ -145,3 +150,64 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(tmp_path):
     Checkpoint(tmp_path / "run.pt", OWNER)
     assert not old.exists()
     assert young.exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(ToyTask(ToySettings(steps=4, ema=0.9, evaluate_every=2)), folder)
+    return folder
+
+
+def same(a, b) -> bool:
+    """Equal to the bit, in type too."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and torch.equal(*raw)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+@pytest.mark.parametrize("name", [LAST, BEST])
+def test_a_flipped_bit_is_refused_or_changes_nothing(name, trained, tmp_path):
+    whole, intact = (trained / name).read_bytes(), checkpoints.read(trained / name)
+    generator, told = random.Random(0), []
+    for _ in range(200):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            content = checkpoints.read(tmp_path / name)
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            assert same(content, intact)
+    assert all(str(tmp_path / name) in text for text in told)
+    assert len(told) > 50
+    assert sum("is damaged: state." in text for text in told) > 20  # tensors, by their names
+
+
+def test_the_tensor_that_is_not_what_was_written_is_named_and_nothing_is_loaded(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run" / LAST
+    weight = checkpoints.read(path)["state"]["updates"]["weights"]["head.weight"]
+    raw = weight.contiguous().numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    assert content.count(raw) == 1
+    content[content.index(raw) + 40] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.pt is damaged: state\.updates\.weights\.head\.weight is not what was"):
+        train(ToyTask(ToySettings(steps=4, ema=0.9, evaluate_every=2)), tmp_path / "run", resume=True)
+    assert path.read_bytes() == bytes(content)
+
+
+def test_weights_of_the_format_before_are_read_but_no_run_is_resumed_from_it(tmp_path):
+    torch.save({"format": 1, "belongs_to": OWNER, "state": {"weights": torch.ones(1)}}, tmp_path / "run.pt")
+    assert torch.equal(checkpoints.read(tmp_path / "run.pt")["state"]["weights"], torch.ones(1))
+    with pytest.raises(ValueError, match="finish it with the version that began it"):
+        Checkpoint(tmp_path / "run.pt", OWNER).read()

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from ..._files import new_folder
 from ...data.translation.batches import Batch, Collate, EncodedPairs, by_tokens, labels_of
 from ...data.translation.sets import TranslationSet
 from ...models import translation as models
+from ...training import checkpoints
 from ...training.loader import LoaderStream
 from ...training.run import BEST
 from ...training.stream import TrainingStream
@@ -69,7 +69,7 @@ class Translation:
 
     def export(self, run: Path) -> Path:
         """The best weights of a finished run as a checkpoint of transformers, beside it; returns the folder."""
-        best = torch.load(run / BEST, map_location="cpu", weights_only=True)["state"]
+        best = checkpoints.read(run / BEST)["state"]
         model: Any = self.build_model()
         model.load_state_dict(best["weights"])
         with new_folder(run / MODEL) as draft:

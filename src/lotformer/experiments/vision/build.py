@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...training import checkpoints
 from .settings import VisionSettings, options
 
 
@@ -61,7 +61,10 @@ def load_trained(path: Path) -> Trained:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}: expected the best.pt of `lotformer train vision`.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = checkpoints.read(path)
+    except ValueError as error:
+        raise ValueError(f"{error} Expected was the best.pt of `lotformer train vision`.") from error
+    try:
         if content["belongs_to"]["task"] != "vision":
             raise KeyError("task")
         plain, state = content["belongs_to"]["settings"], content["state"]
