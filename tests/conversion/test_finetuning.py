@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import lotformer
+from lotformer.attention.lot import LOT
 from lotformer.conversion.learning.held_back import apart
 from lotformer.data.batches import main_tensor
+from lotformer.training.finite import NonFiniteError
 from support.learning import batches, bert
 from support.small_models import SMALL, output
 
@@ -123,3 +125,108 @@ class TestAutocast:
     def test_another_precision_is_refused(self):
         with pytest.raises(ValueError, match="got 'fp16'"):
             lotformer.finetune(bert(), batches(), precision="fp16")
+
+
+class Trouble(Exception):
+    pass
+
+
+def spoil(model, at: int, where: str = "encoder.layer.1.output"):
+    """The outputs of a model in training are NaN the `at`-th time, as if a batch or the machine had gone wrong."""
+    calls = 0
+
+    def hook(module, args, output):
+        nonlocal calls
+        if torch.is_grad_enabled():
+            calls += 1
+            if calls == at:
+                return output * float("nan")
+        return output
+
+    return model.get_submodule(where).register_forward_hook(hook)
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(model, before) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class TestNothingFiniteIsLost:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_a_loss_that_is_not_a_number_stops_with_the_best_weights(self, dtype):
+        model, data = bert(solver="sinkhorn").to(dtype), batches(1) * 6
+        lotformer.finetune(copy.deepcopy(model), data, steps=4, lr=1e-3, evaluate_every=4)
+        twin, before = copy.deepcopy(model), state(model)
+        spoil(model, at=7)
+        with pytest.raises(NonFiniteError, match=r"step 7: the loss is nan\. Nothing .* skip_nonfinite=1"):
+            lotformer.finetune(model, data, steps=20, lr=1e-3, evaluate_every=2)
+        assert not same(model, before)  # of step 6, which did better than none
+        with pytest.raises(Trouble):
+            lotformer.finetune(twin, data, steps=20, lr=1e-3, evaluate_every=2, on_step=raise_at(7, Trouble()))
+        assert same(model, state(twin))
+
+    @pytest.mark.parametrize("where", ["embeddings", "encoder.layer.1.output"])
+    def test_or_the_step_is_tried_again(self, where):
+        """Also where a layer on the way refuses what it gets."""
+        model = bert(solver="sinkhorn")
+        spoil(model, 7, where)
+        report = lotformer.finetune(model, batches(1) * 6, steps=12, lr=1e-3, skip_nonfinite=1)
+        assert (report.steps, report.skipped) == (12, 1)
+        assert report.held_after < report.held_before
+        assert "1 tries skipped" in str(report)
+
+    @pytest.mark.parametrize("lr", [1e2, 1e4, 1e8, 1e15])
+    @pytest.mark.parametrize("task", [False, True], ids=["imitation", "task"])
+    def test_rates_out_of_this_world_leave_nothing_that_is_not_finite(self, lr, task):
+        model = bert(solver="sinkhorn")
+        before = state(model)
+        loss = (lambda output, batch: output[0].square().mean()) if task else None
+        with pytest.raises(
+            NonFiniteError, match=r"step \d: .* not finite|step \d: the .* is nan.*Lower the learning rate"
+        ):
+            lotformer.finetune(model, batches(), loss=loss, steps=9, lr=lr, mechanism_lr=lr, evaluate_every=3)
+        if not task:
+            assert same(model, before)
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+
+    def test_calibration_stops_with_the_best_parameters_too(self):
+        model, twin = bert(solver="sinkhorn"), bert(solver="sinkhorn")
+        mechanism = next(m for m in model.modules() if isinstance(m, LOT))
+        calls = 0
+
+        def hook(module, args, output):
+            nonlocal calls
+            calls += torch.is_grad_enabled()
+            return output * float("nan") if calls == 7 and torch.is_grad_enabled() else output
+
+        mechanism.register_forward_hook(hook)
+        with pytest.raises(NonFiniteError, match=r"step 7: .*Nothing of it was applied") as caught:
+            lotformer.calibrate(model, batches(), steps=20, lr=1e-2, exact_share=1.0, evaluate_every=3)
+        assert "skip_nonfinite" not in str(caught.value)
+        with pytest.raises(Trouble):
+            lotformer.calibrate(
+                twin, batches(), steps=20, lr=1e-2, exact_share=1.0, evaluate_every=3, on_step=raise_at(7, Trouble())
+            )
+        assert same(model, state(twin))
+
+    @pytest.mark.parametrize("error", [Trouble(), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("function", [lotformer.calibrate, lotformer.finetune])
+    def test_whatever_ends_it_the_best_weights_stay(self, function, error):
+        """None does better at this rate, so the best are those from before."""
+        model = bert(solver="sinkhorn")
+        before = state(model)
+        rate = {"lr": 10.0, "evaluate_every": 2}
+        with pytest.raises(type(error)):
+            function(model, batches(), steps=20, on_step=raise_at(3, error), **rate)
+        assert same(model, before)
+
+
+def raise_at(step: int, error: BaseException):
+    def on_step(now: int, *_: object) -> None:
+        if now == step:
+            raise error
+
+    return on_step

@@ -43,6 +43,18 @@ def run(out: Path, settings: dict[str, Any]) -> None:
     train(Mortal(ToySettings(**settings)), out, resume=True)
 
 
+def count_skipped(out: Path, settings: dict[str, Any]) -> None:
+    """The toy run; what every process thinks of how it ended is in `out/RANK.json`."""
+    from lotformer.training.finite import NonFiniteError
+
+    try:
+        report = train(ToyTask(ToySettings(**settings)), out)
+        told = {"skipped": report.skipped, "losses": report.losses}
+    except NonFiniteError as error:
+        told = {"error": str(error).split(" (data at ")[0]}
+    (out / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+
 def learn_longrange(sets: Path, out: Path, settings: dict[str, Any]) -> None:
     """A run on a prepared set of the Long Range Arena; its losses are in `out/losses.json`."""
     from lotformer.data.longrange.store import open_set

@@ -40,6 +40,8 @@ class ProgressBar:
 
     def stepped(self, progress: Progress) -> None:
         told = f"loss {progress.loss:.4f}  {progress.samples_per_second:.0f}/s  {shares(progress)}"
+        if progress.skipped:
+            told += f"  {progress.skipped} skipped"
         self._bar.update(self._task, completed=progress.step, told=told)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

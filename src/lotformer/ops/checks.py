@@ -21,6 +21,10 @@ _NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt)  # the common ones f
 # together when there is one, also because printing a symbolic length would fix it to a number while tracing.
 
 
+class NonFiniteError(ValueError):
+    """Numbers are NaN or infinite where they must not be, often for reasons upstream: inputs, weights, rates."""
+
+
 def check(transport: Transport, solve: Solve) -> None:
     """Raise one clear error if the problem is not well posed. Kinds and shapes always; values where that is free."""
     _check_kinds(transport, solve)
@@ -37,8 +41,8 @@ def check_probability(name: str, x: float) -> None:
         _refuse(name, "a probability in [0, 1)", x)
 
 
-def _refuse(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
-    raise ValueError(f"`{name}`: expected {expected}, got {got}.{' ' + hint if hint else ''}")
+def _refuse(name: str, expected: str, got: object, hint: str = "", kind: type[ValueError] = ValueError) -> NoReturn:
+    raise kind(f"`{name}`: expected {expected}, got {got}.{' ' + hint if hint else ''}")
 
 
 def _refuse_kind(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
@@ -189,4 +193,5 @@ def _expect(ok: Tensor | bool, name: str, expected: str, got: Tensor, hint: str 
             return
         ok = bool(ok.all())
     if not ok:
-        _refuse(name, expected, f"{got.detach().flatten()[:4].tolist()}{' …' if got.numel() > 4 else ''}", hint)
+        told = f"{got.detach().flatten()[:4].tolist()}{' …' if got.numel() > 4 else ''}"
+        _refuse(name, expected, told, hint, ValueError if got.isfinite().all() else NonFiniteError)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import timm_parts
+from .finite import Buffers, not_finite
 from .teams import Process
 from .updates import ParamGroup
 
@@ -92,6 +93,7 @@ class AcceleratedUpdates:
         self.average = None if ema is None else _average(self.bare, ema)
         self.model = _shard(self.bare, accelerator) if sharded else accelerator.prepare_model(self.bare)
         self.optimizer = optimizer([group for group in groups(self.bare) if group["params"]])
+        self._buffers = Buffers(self.bare.buffers())
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
 
     @property
@@ -103,6 +105,7 @@ class AcceleratedUpdates:
 
     @contextmanager
     def collecting(self, last: bool) -> Iterator[None]:
+        self._buffers.keep()
         if self._sharded:
             self.model.set_requires_gradient_sync(last)
         if last or self._sharded:
@@ -114,15 +117,27 @@ class AcceleratedUpdates:
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
+    def norm(self) -> Tensor:
+        self._norm = nn.utils.get_total_norm([p.grad for p in self.bare.parameters() if p.grad is not None])
+        return self._norm.full_tensor() if self._sharded else self._norm  # type: ignore[attr-defined]  # a DTensor
+
     def apply(self, factor: float) -> None:
         if self._clip is not None:
-            nn.utils.clip_grad_norm_(self.bare.parameters(), self._clip)
+            nn.utils.clip_grads_with_norm_(self.bare.parameters(), self._clip, self._norm)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(self.bare)
+        self._buffers.accept()
+
+    def drop(self) -> None:
+        self.optimizer.zero_grad()
+        self._buffers.undo()
+
+    def not_finite(self) -> list[str]:
+        return not_finite({name: p for name, p in self.bare.named_parameters() if p.requires_grad})
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that count, by their names in the bare model; of a sharded one on the first process only."""
@@ -137,6 +152,8 @@ class AcceleratedUpdates:
         if self._sharded:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+            if not self.optimizer.state:  # it would be filled, by a step that counts
+                return {"weights": self.weights(), "optimizer": None, "average": None}
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights, optimizer = get_state_dict(self.model, self.optimizer, options=options)
             return {"weights": weights, "optimizer": optimizer, "average": None}
@@ -148,14 +165,18 @@ class AcceleratedUpdates:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._sharded:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+            from torch.distributed.checkpoint import state_dict as sharded
 
-            set_state_dict(
+            options = sharded.StateDictOptions(full_state_dict=True)
+            if state["optimizer"] is None:
+                sharded.set_model_state_dict(self.model, state["weights"], options=options)
+                return
+            sharded.set_state_dict(
                 self.model,
                 self.optimizer,
                 model_state_dict=state["weights"],
                 optim_state_dict=state["optimizer"],
-                options=StateDictOptions(full_state_dict=True),
+                options=options,
             )
             return
         self.bare.load_state_dict(state["weights"])

@@ -22,6 +22,7 @@ class Progress:
         samples_per_second, seconds_left: at the pace of the last steps.
         waiting: share of the last steps that was spent waiting for data. attention: share of the last timed step that
             attention took, forward and backward; None before the first one. The rest is neither.
+        skipped: updates that were not finite, and not applied, since the run began.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Progress:
     seconds_left: float
     waiting: float
     attention: float | None
+    skipped: int = 0
 
     @property
     def rest(self) -> float | None:
@@ -113,7 +115,7 @@ class TensorBoard:
 
     def stepped(self, progress: Progress) -> None:
         if progress.step % self.every == 0 or progress.step == progress.steps:
-            for name in ("loss", "rate", "samples_per_second", "waiting", "attention", "rest"):
+            for name in ("loss", "rate", "samples_per_second", "waiting", "attention", "rest", "skipped"):
                 value = getattr(progress, name)
                 if value is not None:
                     self._writer.add_scalar(f"train/{name}", value, progress.step)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from .accelerated import AcceleratedTeam, AcceleratedUpdates, make_accelerator
 from .checkpoints import Checkpoint
 from .decay import parameter_groups
 from .fingerprints import shapes
+from .finite import better, require_finite
+from .locks import holding
 from .logs import JsonLines, Listener, Progress, TensorBoard
 from .loop import Loop
 from .task import Task
@@ -43,7 +45,7 @@ class TrainingReport:
     Attributes:
         losses: one per step. metrics: of the last evaluation. best: the best value of the task's metric, at best_step.
         seconds, samples_per_second: of this process's steps since it began or resumed.
-        waiting, attention: shares of the time, as in `logs.Progress`.
+        waiting, attention: shares of the time, as in `logs.Progress`. skipped: updates that were not finite.
     """
 
     steps: int
@@ -55,6 +57,7 @@ class TrainingReport:
     samples_per_second: float
     waiting: float
     attention: float | None
+    skipped: int = 0
 
 
 def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> TrainingReport:
@@ -66,12 +69,21 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
 
     Raises:
         ValueError: `out` holds a run already and `resume` was not given, or holds another run.
+        BlockingIOError: a run that goes on holds `out`.
+        NonFiniteError: a loss, gradient or weight is not finite, and no more such steps are to be skipped. Nothing of
+            it was applied or saved.
         OSError: a checkpoint cannot be written (the previous one is intact), or a worker that loads data died.
     """
-    settings = task.settings
     accelerator = make_accelerator()
     team = AcceleratedTeam(accelerator)
-    _prepare(out, resume, team)
+    with _folder(out, resume, team):
+        return _train(task, out, accelerator, team, listeners)
+
+
+def _train(
+    task: Task, out: Path, accelerator: Accelerator, team: Team, listeners: Sequence[Listener]
+) -> TrainingReport:
+    settings = task.settings
     with random_state.isolated(settings.seed):
         model = task.build_model()
     stream = task.stream(team.process)
@@ -103,7 +115,7 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
         chosen = dataclasses.replace(chosen, seed=random_state.seed_from(settings.seed, team.process.index))
     samples = chosen.accumulate * getattr(stream, "samples_per_batch", settings.part_size)
     work = _Training(task, updates, accelerator, team, chosen.steps, samples, heard, Checkpoint(out / BEST, belongs_to))
-    loop = Loop(chosen, work, stream, updates, Checkpoint(out / LAST, belongs_to), team=team)
+    loop = Loop(chosen, work, stream, updates, Checkpoint(out / LAST, belongs_to), None, team, settings.skip_nonfinite)
     work.follow(loop)
     start = time.perf_counter()
     try:
@@ -128,16 +140,40 @@ def train(task: Task, out: Path, *, resume: bool = False, listeners: Sequence[Li
         samples_per_second=work.pace.samples_per_second,
         waiting=work.pace.waiting,
         attention=work.pace.attention,
+        skipped=loop.skipped,
     )
 
 
-def _prepare(out: Path, resume: bool, team: Team) -> None:
-    """Make the folder, and leave a run that is in it alone unless it is to be resumed."""
-    if team.process.index == 0:
-        out.mkdir(parents=True, exist_ok=True)
-    exists = any(team.gather((out / LAST).exists()))  # also: nobody goes on before the folder is there
-    if exists and not resume:
-        raise ValueError(f"{out} holds a run already: resume it (--resume), or choose another folder.")
+@contextmanager
+def _folder(out: Path, resume: bool, team: Team) -> Iterator[None]:
+    """Make the folder, hold it, and leave a run that is in it alone unless it is to be resumed.
+
+    The first process does so for all of them.
+    """
+    with ExitStack() as held:
+        error = None
+        if team.process.index == 0:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                held.enter_context(holding(out))
+                _refuse_to_overwrite(out, resume)
+            except (OSError, ValueError) as failure:
+                error = failure
+        if error := team.gather(error)[0]:
+            raise error
+        yield
+
+
+def _refuse_to_overwrite(out: Path, resume: bool) -> None:
+    found = [name for name in (LAST, BEST, LOG) if (out / name).exists()]
+    told = " and ".join(found)
+    if found and not resume:
+        raise ValueError(f"{out} holds a run already: resume it (--resume), or choose another folder. It has {told}.")
+    if found and LAST not in found:
+        raise ValueError(
+            f"{out} holds {told} of a run, but not its {LAST}, from which it could be resumed: put that "
+            "back, move the others away, or choose another folder."
+        )
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -219,6 +255,7 @@ class _Training:
                 seconds_left=(steps - step) * self.pace.seconds,
                 waiting=self.pace.waiting,
                 attention=self.pace.attention,
+                skipped=loop.skipped,
             )
             for listener in self.listeners:
                 listener.stepped(progress)
@@ -255,6 +292,8 @@ class _Training:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16) if half else nullcontext()
 
     def _evaluate(self, step: int) -> None:
+        found = self.team.gather(self.updates.not_finite())
+        require_finite((name for names in found for name in names), step)
         self.metrics = self._measured(self.updates.evaluated)
         for listener in self.listeners:
             listener.evaluated(step, self.metrics)
@@ -262,8 +301,7 @@ class _Training:
             known = ", ".join(self.metrics)
             raise ValueError(f"task {self.task.name!r} is judged by {self.task.metric!r}, but evaluates {known}.")
         value = self.metrics[self.task.metric]
-        better = self.best is None or (value > self.best if self.task.higher_is_better else value < self.best)
-        if better:
+        if better(value, self.best, higher=self.task.higher_is_better):
             self.best, self.best_step = value, step
             weights = self.updates.weights()
             if self.team.process.index == 0:

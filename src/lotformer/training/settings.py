@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .._settings import Settings, setting
 from .loop import LoopSettings
 
-_WITHOUT_EFFECT = ("workers", "save_every", "log_every", "profile_every")
+_WITHOUT_EFFECT = ("workers", "save_every", "log_every", "profile_every", "skip_nonfinite")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class TrainSettings(Settings):
     adam_eps: float = setting(1e-8, "Of AdamW.", at_least=0)
     clip_norm: float | None = setting(1.0, "Largest norm of the gradient.", at_least=0)
     label_smoothing: float = setting(0.0, "Share of the target spread over all classes.", at_least=0, at_most=1)
+    skip_nonfinite: int = setting(
+        0,
+        "Updates in a row whose loss or gradient may be not finite, to be tried again with other samples.",
+        at_least=0,
+    )
     ema: float | None = setting(None, "Decay of an average of the weights, which is then evaluated.", at_most=1)
     precision: Literal["fp32", "bf16"] = setting("fp32", "Of activations; weights stay in fp32.")
     sharded: bool = setting(False, "Split weights and optimizer over the processes (FSDP2).")

@@ -1,10 +1,11 @@
 """Kill a training run again and again, resume it, and compare it with one that nobody touched.
 
-    python -m lotformer.training.torture --kills 50
+    python -m lotformer.training.torture --kills 50 --spoiled 0.1
 
 The run uses everything whose state could be forgotten: dropout, noisy samples loaded by workers, a schedule, an average
-of the weights, accumulation. It is killed with SIGKILL at random moments, many of them while it writes a checkpoint.
-In the end weights, optimizer, average, losses, random generators and position in the data must be equal bit for bit.
+of the weights, accumulation; with `--spoiled`, also losses that are NaN at random steps, which it skips. It is killed
+with SIGKILL at random moments, many of them while it writes a checkpoint. In the end weights, optimizer, average,
+losses, random generators and position in the data must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from .._settings import setting
 from ..layers import LOTAttention
+from .checkpoints import read
 from .fingerprints import differences, fingerprint
 from .loader import LoaderStream, shuffled
 from .logs import Progress
@@ -52,6 +54,7 @@ class ToySettings(TrainSettings):
     save_every: int = setting(2, "Updates between checkpoints.", at_least=1)
     dropout: float = setting(0.1, "Of the model.", at_least=0, at_most=1)
     noise: float = setting(0.1, "Of the samples, drawn anew whenever one is loaded.", at_least=0)
+    spoiled: float = setting(0.0, "Share of the losses that are NaN.", at_least=0, at_most=1)
 
 
 class _Toys:
@@ -110,7 +113,9 @@ class ToyTask:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, labels = batch
-        return nn.functional.cross_entropy(model(tokens), labels, label_smoothing=self.settings.label_smoothing)
+        loss = nn.functional.cross_entropy(model(tokens), labels, label_smoothing=self.settings.label_smoothing)
+        spoiled = self.settings.spoiled and torch.rand(()) < self.settings.spoiled
+        return loss * float("nan") if spoiled else loss
 
     def evaluate(self, model: nn.Module, process: Process) -> Sums:
         data = _Toys(32, 2, noise=0)
@@ -145,20 +150,28 @@ def prepare_process() -> None:
         set_start_method("fork", force=True)  # for workers that load; they would get a server of their own each
 
 
-def _run(out: Path, steps: int, workers: int, told: Connection) -> None:
+def _run(out: Path, steps: int, workers: int, spoiled: float, told: Connection) -> None:
     prepare_process()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers complain when their process dies
     settings = ToySettings(
-        steps=steps, accumulate=2, warmup_steps=5, ema=0.9, label_smoothing=0.1, evaluate_every=7, workers=workers
+        steps=steps,
+        accumulate=2,
+        warmup_steps=5,
+        ema=0.9,
+        label_smoothing=0.1,
+        evaluate_every=7,
+        workers=workers,
+        spoiled=spoiled,
+        skip_nonfinite=100,
     )
     train(ToyTask(settings), out, resume=True, listeners=[_Steps(told)])
 
 
-def _life(out: Path, steps: int, workers: int, kill_after: int | None) -> int:
+def _life(out: Path, steps: int, workers: int, spoiled: float, kill_after: int | None) -> int:
     """Run in a process of its own; kill it some moment after `kill_after` steps of this life. Returns its exit code."""
     context = _context()
     steps_taken, told = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(out, steps, workers, told))
+    process = context.Process(target=_run, args=(out, steps, workers, spoiled, told))
     process.start()
     told.close()
     if kill_after is None:
@@ -193,25 +206,25 @@ def _heard(steps_taken: Connection) -> bool:
     return True
 
 
-def torture(kills: int, folder: Path, workers: int = 2) -> str:
+def torture(kills: int, folder: Path, workers: int = 2, spoiled: float = 0.0) -> str:
     """Run twice, once with `kills` kills; returns what differs in the end, in words: nothing if all is well."""
     steps = 4 * (kills + 1)  # few enough steps per life that every kill finds the run alive
     whole, killed = folder / "whole", folder / "killed"
-    if code := _life(whole, steps, workers, None):
+    if code := _life(whole, steps, workers, spoiled, None):
         raise RuntimeError(f"the run that nobody touched ended with exit code {code}.")
     for count in range(kills):
-        code = _life(killed, steps, workers, random.randint(0, 4))
+        code = _life(killed, steps, workers, spoiled, random.randint(0, 4))
         if code != -signal.SIGKILL:
             raise RuntimeError(f"kill {count + 1} came too late: the run had ended with exit code {code}.")
         print(f"killed {count + 1} of {kills}", flush=True)
-    if code := _life(killed, steps, workers, None):
+    if code := _life(killed, steps, workers, spoiled, None):
         raise RuntimeError(f"the resumed run ended with exit code {code}.")
     return differences(_digest(killed / LAST), _digest(whole / LAST), most=20)
 
 
 def _digest(path: Path) -> dict[str, Any]:
     """Fingerprints of everything in a checkpoint."""
-    state = torch.load(path, weights_only=True)["state"]
+    state = read(path)["state"]
     return {
         name: {key: fingerprint(item) for key, item in value.items()} if isinstance(value, dict) else fingerprint(value)
         for name, value in state.items()
@@ -222,9 +235,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--spoiled", type=float, default=0.0, help="share of the losses that are NaN")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        different = torture(arguments.kills, Path(folder), arguments.workers)
+        different = torture(arguments.kills, Path(folder), arguments.workers, arguments.spoiled)
     sys.exit(f"not equal after {arguments.kills} kills: {different}" if different else None)
 
 

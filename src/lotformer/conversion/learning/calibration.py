@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ...data.batches import Batch, require_batches
 from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import Fingerprint
+from ...training.finite import NonFiniteError, better
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates
@@ -123,9 +125,10 @@ def calibrate(
         on_step: called with (step, steps, loss). on_batch: called with (batches, batches in all) before that, while the
             model runs with softmax.
 
-    Ctrl-C and SIGTERM let the step finish, save, and leave the model whole: mechanisms in place, with the parameters
-    reached so far. A resumed run ends with the parameters, bit for bit, of one that was never interrupted. Parameters
-    in half precision are trained through copies in fp32, so that small steps are not rounded away.
+    Ctrl-C and SIGTERM let the step finish, save, and leave the model whole, as any error does: mechanisms in place,
+    with the best parameters so far. A loss or gradient that is not finite is such an error, and never applied. A
+    resumed run ends with the parameters, bit for bit, of one that was never interrupted. Parameters in half precision
+    are trained through copies in fp32, so that small steps are not rounded away.
     """
     check_objective(objective)
     for name, value in (("evaluate_every", evaluate_every), ("patience", patience)):
@@ -167,8 +170,8 @@ def calibrate(
             file = Checkpoint(checkpoint, identity("calibration", model, chosen, trained, str(data), host=True))
         solver = ExactShare(mechanisms.values(), steps, exact_share)
         held = _judges(held, cache.telling)
-        work = _Calibration(cache, held, mechanisms, trained, solver, objective, steps, evaluate_every, patience)
         updates = LocalUpdates(trained, [{"params": list(trained.values()), "lr": lr}], torch.optim.Adam)
+        work = _Calibration(cache, held, mechanisms, updates, solver, objective, steps, evaluate_every, patience)
         loop = Loop(settings, work, Shuffled(pool, seed), updates, file, on_step)
         try:
             if cache.telling:
@@ -177,7 +180,7 @@ def calibrate(
                 work.begin()
         finally:
             solver.restore()
-        work.keep_best()
+            updates.go_back()
         longest, idle = cache.longest, not cache.telling
     expected = forecast(model, [given[index] for index in _spread(held, _FORECAST_BATCHES)])
     return CalibrationReport(
@@ -202,19 +205,18 @@ class _Calibration:
         cache: Activations,
         held: Sequence[int],
         mechanisms: dict[str, Attention],
-        trained: dict[str, nn.Parameter],
+        updates: LocalUpdates,
         solver: ExactShare,
         objective: Objective,
         steps: int,
         evaluate_every: int,
         patience: int,
     ) -> None:
-        self.cache, self.held, self.mechanisms, self.trained, self.solver = cache, held, mechanisms, trained, solver
+        self.cache, self.held, self.mechanisms, self.updates, self.solver = cache, held, mechanisms, updates, solver
         self.objective, self.steps, self.evaluate_every, self.patience = objective, steps, evaluate_every, patience
         self.first_errors: dict[str, float] = {}
         self.best_errors: dict[str, float] = {}
         self.best_step = 0
-        self.best: dict[str, Tensor] = {}
         self.bad_measurements = 0
 
     def begin(self) -> None:
@@ -235,12 +237,7 @@ class _Calibration:
             self._measure(step)
         return self.bad_measurements >= self.patience
 
-    @torch.no_grad()
-    def keep_best(self) -> None:
-        for name, parameter in self.trained.items():
-            parameter.copy_(self.best[name])
-
-    _STATE = ("first_errors", "best_errors", "best_step", "best", "bad_measurements")
+    _STATE = ("first_errors", "best_errors", "best_step", "bad_measurements")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._STATE}
@@ -259,11 +256,17 @@ class _Calibration:
             for name, mechanism in self.mechanisms.items():
                 error = output_error(mechanism, batch[name], self.cache.projections[name])
                 errors[name] += float(error) / len(self.held)
+        total, best = sum(errors.values()), sum(self.best_errors.values()) if self.best_errors else None
         if not self.first_errors:
+            if not math.isfinite(total):
+                raise NonFiniteError(
+                    f"The error on held-back batches is {total} before the first step: look at the model and at the "
+                    "batches for numbers that are not finite."
+                )
             self.first_errors = errors
-        if not self.best_errors or sum(errors.values()) < sum(self.best_errors.values()):
+        if better(total, best, higher=False):
             self.best_errors, self.best_step, self.bad_measurements = errors, step, 0
-            self.best = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+            self.updates.remember()
         else:
             self.bad_measurements += 1
 

@@ -20,6 +20,7 @@ from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, requi
 from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import fingerprint
+from ...training.finite import NonFiniteError, better
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.precision import widened
 from ...training.stream import Shuffled
@@ -42,7 +43,7 @@ class FinetuningReport:
         losses: at every step. best_step: whose weights were kept; the last unless batches were held back.
         held_before, held_after: the mean loss on the held-back batches, before and with the weights that were kept;
             None if there are none.
-        slowed: the factor by which the rates were cut on the way.
+        slowed: the factor by which the rates were cut on the way. skipped: steps that were not finite.
     """
 
     steps: int
@@ -52,11 +53,14 @@ class FinetuningReport:
     held_before: float | None = None
     held_after: float | None = None
     slowed: float = 1.0
+    skipped: int = 0
 
     def __str__(self) -> str:
         span = max(1, len(self.losses) // 10)
         first, last = (sum(part) / len(part) for part in (self.losses[:span], self.losses[-span:]))
         said = f"fine-tuned {self.steps} steps in {self.seconds:.0f} s: loss {first:.4f} → {last:.4f}"
+        if self.skipped:
+            said = f"{said}, {self.skipped} tries skipped that were not finite"
         if self.held_before is None:
             return said
         if self.slowed < 1:
@@ -86,6 +90,7 @@ def finetune(
     holdout: float = 0.1,
     evaluate_every: int = 50,
     precision: Literal["fp32", "bf16"] = "fp32",
+    skip_nonfinite: int = 0,
     checkpoint: str | Path | None = None,
     on_step: OnStep | None = None,
 ) -> FinetuningReport:
@@ -117,6 +122,8 @@ def finetune(
             the window, which are read as before, judge nothing where no others are held back.
         precision: "bf16" runs model and teacher under autocast, which is faster where the machine multiplies bf16;
             weights and optimizer stay as they are.
+        skip_nonfinite: how many steps in a row may have a loss or gradient that is not finite; they are tried again
+            with the next batches. One more ends the run, with the best weights in place.
         checkpoint, on_step: as in `calibrate`; so are interrupts and the training of parameters in half precision. A
             checkpoint is written every 100 steps.
     """
@@ -127,6 +134,7 @@ def finetune(
     settings = LoopSettings(steps, warmup=round(warmup * steps), seed=seed)
     if precision not in ("fp32", "bf16"):
         raise ValueError(f'`precision`: expected "fp32" or "bf16", got {precision!r}.')
+    require_count("skip_nonfinite", skip_nonfinite, least=0)
     for name, value in (("lr", lr), ("mechanism_lr", mechanism_lr), ("weight_decay", weight_decay)):
         require_positive(name, value, or_zero=True)
     if checkpoint is not None:
@@ -164,15 +172,16 @@ def finetune(
             taught = None if teacher is None else fingerprint(teacher.state_dict())
             described = identity("fine-tuning", model, chosen, weights, fingerprint(batches))
             file, begun = Checkpoint(checkpoint, {**described, "teacher": taught}), fingerprint(weights)
-        updates = LocalUpdates(weights, groups, torch.optim.AdamW, clip=1.0, start=begun)
+        updates = LocalUpdates(weights, groups, torch.optim.AdamW, clip=1.0, start=begun, buffers=model.buffers())
         loss_of = _Loss(model, teacher, loss, hidden_weight, layer_weight, precision)
         work = _Finetuning(loss_of, solver, [batches[index] for index in held], updates, steps, evaluate_every)
-        loop = Loop(settings, work, Shuffled([batches[index] for index in pool], seed), updates, file, on_step)
+        stream = Shuffled([batches[index] for index in pool], seed)
+        loop = Loop(settings, work, stream, updates, file, on_step, skip_nonfinite=skip_nonfinite)
         try:
             loop.run()
         finally:
             solver.restore()
-        work.keep_best()
+            updates.go_back()
     seconds = time.perf_counter() - start
     return FinetuningReport(
         steps=loop.step,
@@ -182,6 +191,7 @@ def finetune(
         held_before=work.held_before,
         held_after=work.held_after,
         slowed=updates.slowed,
+        skipped=loop.skipped,
     )
 
 
@@ -321,7 +331,6 @@ class _Finetuning:
         self.loss_of, self.solver, self.held, self.updates = loss_of, solver, held, updates
         self.steps, self.evaluate_every = steps, evaluate_every
         self.best_step = 0
-        self.best: list[Tensor] = []
         self.held_before: float | None = None
         self.held_after: float | None = None
 
@@ -346,12 +355,7 @@ class _Finetuning:
             self._judge(step)
         return False
 
-    @torch.no_grad()
-    def keep_best(self) -> None:
-        for parameter, best in zip(self.updates.parameters, self.best, strict=False):  # empty if nothing is held back
-            parameter.copy_(best)
-
-    _STATE = ("best_step", "best", "held_before", "held_after")
+    _STATE = ("best_step", "held_before", "held_after")
 
     def state_dict(self) -> dict[str, Any]:
         return {"slowed": self.updates.slowed, **{name: getattr(self, name) for name in self._STATE}}
@@ -366,17 +370,20 @@ class _Finetuning:
             self.best_step = step
             return
         value = self._held_loss()
-        if value < self.held_after:
+        if better(value, self.held_after, higher=False):
             self._remember(step, value)
         elif not value <= _LOST * self.held_before and step < self.steps:  # what is not a number is lost, too
             self.updates.slowed *= _SLOWER
-            self.updates.restart(self.best)
+            self.updates.restart()
 
     @torch.no_grad()
     def _held_loss(self) -> float:
         self.solver.restore()
-        return sum(float(self.loss_of(batch)) for batch in self.held) / len(self.held)
+        try:
+            return sum(float(self.loss_of(batch)) for batch in self.held) / len(self.held)
+        except NonFiniteError:  # a layer refuses what weights that went astray have made
+            return math.nan
 
     def _remember(self, step: int, value: float) -> None:
         self.held_after, self.best_step = value, step
-        self.best = [parameter.detach().clone() for parameter in self.updates.parameters]
+        self.updates.remember()
