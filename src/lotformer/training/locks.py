@@ -50,7 +50,8 @@ def holding(folder: Path) -> Iterator[None]:
             raise
         _ours.add(key)
     try:
-        _write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%F %T")}))
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        _write(file, json.dumps(owner))
         yield
     finally:
         with _guard:

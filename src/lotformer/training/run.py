@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import random_state
 from .accelerated import AcceleratedTeam, AcceleratedUpdates, make_accelerator
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, check_writable
 from .decay import parameter_groups
 from .fingerprints import shapes
 from .finite import better, require_finite
@@ -155,6 +155,7 @@ def _folder(out: Path, resume: bool, team: Team) -> Iterator[None]:
         if team.process.index == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
+                check_writable(out / LAST)
                 held.enter_context(holding(out))
                 _refuse_to_overwrite(out, resume)
             except (OSError, ValueError) as failure:
