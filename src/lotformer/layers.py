@@ -18,6 +18,7 @@ from .attention.lot_options import LOTOptions
 from .attention.options import documents
 from .attention.unformed import Linear, Projections, why_too_coarse
 from .nn.checks import require_count
+from .nn.padding import zero_padding_to_learn
 from .nn.watched import is_watched
 from .ops.attention import CAUSAL_REFUSAL
 
@@ -133,6 +134,7 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"`x`: expected (B, N, {self.qkv.in_features}), got {tuple(x.shape)}.")
         batch, length, dim = x.shape
         real = self._real_tokens(mask, attn_mask, batch, length)
+        x = zero_padding_to_learn(x, real)
         out = self._mix(x, real, self.grid_size if grid is None else grid)
         out = self.norm(out.transpose(1, 2).reshape(batch, length, dim))
         return self.proj_drop(self.proj(out))

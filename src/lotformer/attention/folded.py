@@ -7,9 +7,11 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..nn.padding import zero_padding_to_learn
 from ..nn.precision import no_autocast
 from ..ops import Coupling, coupling
 from .lot import LOT
+from .masking import either_mask
 from .unformed import Linear, Projections, Reads, Side
 
 
@@ -66,7 +68,8 @@ class FoldedLOT(LOT):
     ) -> Tensor:
         dtype = self.scores.weight.dtype
         with no_autocast(q.device.type):  # a score that was rounded is a wrong plan
-            out = self._attend_reads(_tokens(q).to(dtype), self._stored(), v.to(dtype), key_mask, query_mask, grid)
+            x = zero_padding_to_learn(_tokens(q).to(dtype), either_mask(key_mask, query_mask))
+            out = self._attend_reads(x, self._stored(), v.to(dtype), key_mask, query_mask, grid)
         return out.to(v.dtype)
 
     def attend_input(

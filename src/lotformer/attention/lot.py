@@ -134,6 +134,8 @@ class LOT(Attention):
         )
         if near is not None and share is not None:
             out = out.lerp(near.to(out.dtype), share[..., None].to(out.dtype))
+            if torch.is_grad_enabled():  # both are zero at padding, but what comes back there may be anything
+                out = zero_padding(out, body_query_mask)
         return self._joined(self._rows(q, k, v, key_mask, query_mask), out, v, key_mask, query_mask, grid)
 
     def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:

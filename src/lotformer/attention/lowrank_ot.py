@@ -78,7 +78,7 @@ class LowRankOT(Attention):
         query_plan, key_plan = self.factors(q, k, key_mask, query_mask)
         with torch.autocast(q.device.type, enabled=False):
             out = query_plan @ (key_plan.mT @ zero_padding(v, key_mask).to(key_plan.dtype))
-        return out.to(q.dtype)
+        return zero_padding(out, query_mask).to(q.dtype)
 
     def factors(
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None

@@ -38,3 +38,8 @@ def shared_mask(key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor | 
     if key_mask is None or query_mask is None:
         return query_mask if key_mask is None else key_mask
     return key_mask & query_mask
+
+
+def either_mask(key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor | None:
+    """Tokens that are real on some side: the others are nowhere looked at."""
+    return None if key_mask is None or query_mask is None else key_mask | query_mask

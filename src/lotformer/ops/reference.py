@@ -56,7 +56,8 @@ def run(transport: Transport, solve: Solve) -> Result:
     with torch.autocast(t.q.device.type, enabled=False):
         solution = _solution(t, solve)
         query_plan, key_plan = _plans(solution, t, solve)
-    out = mix(query_plan, key_plan, zero_padding(t.v, t.key_mask))
+    # rows of padding are zeros already: filling them once more keeps what comes back there out of the gradients
+    out = zero_padding(mix(query_plan, key_plan, zero_padding(t.v, t.key_mask)), t.query_mask)
     return Result(
         out,
         residual=lambda: _residual(solution, solve).to(solve_dtype(t.q)),
