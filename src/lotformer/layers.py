@@ -231,7 +231,8 @@ class LOTAttention(AttentionLayer):
     Args:
         dim: width of the tokens, a multiple of `num_heads`.
         qkv_bias, qk_norm, scale_norm, proj_bias, proj_drop, norm_layer, grid_size: as in `AttentionLayer`.
-        attn_drop: probability of dropping a key in training, the same keys for every query of a head.
+        attn_drop: probability of dropping a key in training, the same keys for every query of a head, whichever way it
+            reads them.
         {options}
     """
 

@@ -180,19 +180,6 @@ def test_learned_eps_starts_where_it_is_told_and_learns():
     assert layer.mechanism.log_eps.bias.grad.abs().min() > 0
 
 
-def test_dropout_drops_whole_keys_in_training_only_and_keeps_the_mean():
-    mechanism = lotformer.attention.build("lot", head_dim=8, num_heads=1, rank=4, dropout=0.5)
-    q, k, _ = tokens(1, 1, 10)
-    identity = torch.eye(10).expand(1, 1, 10, 10)
-    mechanism.eval()
-    full = mechanism(q, k, identity)
-    mechanism.train()
-    draws = torch.stack([mechanism(q, k, identity) for _ in range(2000)])
-    columns = draws[0, 0, 0].abs().amax(0)
-    assert 0 < (columns == 0).sum() < 10
-    torch.testing.assert_close(draws.mean(0), full, rtol=0.15, atol=0.02)
-
-
 def test_the_layer_takes_the_masks_and_state_of_timm_blocks():
     layer = lotformer.LOTAttention(24, 3, rank=4, qkv_bias=False)
     assert layer.qkv.weight.shape == (72, 24)

@@ -21,6 +21,7 @@ from ..nn.prefix import PrefixRows
 from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
+from ..ops.attention import drop_keys
 from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
 from .lot_options import LOTOptions
@@ -37,7 +38,8 @@ class LOT(Attention):
     """Doubly stochastic, linear-time attention through a learned pivot measure.
 
     Args:
-        dropout: probability of dropping a key in training, the same keys for every query of a head.
+        dropout: probability of dropping a key in training, the same keys for every query of a head, whichever way it
+            reads them. Local mixing sees all values.
         {options}
     """
 
@@ -110,17 +112,18 @@ class LOT(Attention):
         self._require_self_attention(q, k)
         body = self._body
         body_key_mask, body_query_mask = self._body_mask(key_mask), self._body_mask(query_mask)
+        read = self._dropped(v)
         if self._is_read_whole(q, grid):
-            out = zero_padding(_softmax(body(q), k, v, key_mask), body_query_mask)
-            return self._joined(self._rows(q, k, v, key_mask, query_mask), out, v, key_mask, query_mask, grid)
+            out = zero_padding(_softmax(body(q), k, read, key_mask), body_query_mask)
+            return self._joined(self._rows(q, k, read, key_mask, query_mask), out, v, key_mask, query_mask, grid)
         points, log_masses = self.pivots(k)
-        near, share = self._near(q, k, v, key_mask, query_mask, grid)
+        near, share = self._near(q, k, read, key_mask, query_mask, grid)
         if self.pooling is not None:
             points = points + self.pooling(body(k), body_key_mask)
         out = lot_attention(
             body(q),
             body(k),
-            body(v),
+            body(read),
             points,
             log_masses,
             **self._how_to_solve(),
@@ -129,14 +132,17 @@ class LOT(Attention):
             key_mask=body_key_mask,
             query_masses=_left_over(share, body_query_mask),
             key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask),
-            dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         if near is not None and share is not None:
             out = out.lerp(near.to(out.dtype), share[..., None].to(out.dtype))
             if torch.is_grad_enabled():  # both are zero at padding, but what comes back there may be anything
                 out = zero_padding(out, body_query_mask)
-        return self._joined(self._rows(q, k, v, key_mask, query_mask), out, v, key_mask, query_mask, grid)
+        return self._joined(self._rows(q, k, read, key_mask, query_mask), out, v, key_mask, query_mask, grid)
+
+    def _dropped(self, v: Tensor) -> Tensor:
+        """The values that rows read: the same keys are dropped for the prefix, the window and what is transported."""
+        return drop_keys(v, self.dropout) if self.training and self.dropout > 0 else v
 
     def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:
         """Whether nothing is left to transport, so that fused softmax gives the same for less.
@@ -228,16 +234,16 @@ class LOT(Attention):
         read = self._read(x, reads, key_mask, query_mask, None if isinstance(values, Tensor) else values)
         v = values if isinstance(values, Tensor) else read.values
         assert v is not None
+        kept = self._dropped(v)
         out = lot_attention_from_scores(
             body(read.query_scores),
             body(read.key_scores),
-            body(v),
+            body(kept),
             self.pivots.log_masses(v),
             **self._how_to_solve(),
             query_mask=self._body_mask(query_mask),
             key_mask=self._body_mask(key_mask),
             key_masses=read.key_masses,
-            dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
         rows = None
@@ -247,11 +253,11 @@ class LOT(Attention):
             head = reads.queries.formed(x[:, : self.prefix_tokens]).transpose(1, 2)
             head = zero_padding(head, self._prefix_mask(query_mask))
             if read.keys is not None:
-                rows = self.prefix(head, read.keys, v, key_mask, backend=self.backend)
+                rows = self.prefix(head, read.keys, kept, key_mask, backend=self.backend)
             else:
                 seen = reads.keys.seen_by(head * self.prefix.temperature(self.head_dim))
                 scores = (seen @ x.mT).unflatten(1, head.shape[1:3])
-                rows = self.prefix.pool(scores, zero_padding(v, key_mask), key_mask)
+                rows = self.prefix.pool(scores, zero_padding(kept, key_mask), key_mask)
         return self._joined(rows, out, v, key_mask, query_mask, grid)
 
     def _read(

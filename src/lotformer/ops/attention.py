@@ -127,8 +127,7 @@ def _attend(transport: Transport, solve: Solve, dropout_p: float, backend: str |
         out = q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
         return cast(Tensor, (out, _no_residual(q))) if return_residual else out
     if dropout_p > 0:
-        kept = F.dropout(torch.ones_like(v[..., :1]), dropout_p)
-        transport = transport._replace(v=v * kept)
+        transport = transport._replace(v=drop_keys(v, dropout_p))
     result = chosen.run(transport, solve)
     exact = solve.solver == "newton" and solve.balance != "none"
     if exact and q.device.type == "cpu" and not is_traced(q):
@@ -185,6 +184,14 @@ def coupling(
         key_mask=key_mask,
         backend=chosen.name,
     )
+
+
+def drop_keys(v: Tensor, p: float) -> Tensor:
+    """Values `(B, H, M, Dv)` without those of dropped keys: every row that reads them misses the same entries of A.
+
+    A key is dropped in a head with probability `p`; the others count `1 / (1 - p)` times, which keeps the mean.
+    """
+    return v * F.dropout(torch.ones_like(v[..., :1]), p)
 
 
 def _no_residual(q: Tensor) -> Tensor:
