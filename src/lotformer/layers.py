@@ -21,6 +21,7 @@ from .nn.checks import require_count
 from .nn.padding import zero_padding_to_learn
 from .nn.watched import is_watched
 from .ops.attention import CAUSAL_REFUSAL
+from .ops.precision import is_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -111,6 +112,7 @@ class AttentionLayer(nn.Module):
         *,
         mask: Tensor | None = None,
         grid: tuple[int, int] | None = None,
+        **others: Any,
     ) -> Tensor:
         """Mix the tokens of `x (B, N, dim)`.
 
@@ -121,6 +123,8 @@ class AttentionLayer(nn.Module):
             mask: boolean `(B, N)`, True = a real token; instead of `attn_mask`.
             grid: `(rows, columns)` of the tokens after the prefix; wins over the constructor's `grid_size`.
         """
+        if others or attn_mask is x or isinstance(is_causal, Tensor):
+            raise TypeError(_of_another_layer(type(self).__name__, others))
         if is_causal and not self.mechanism.is_causal:
             raise ValueError(
                 CAUSAL_REFUSAL if isinstance(self.mechanism, LOT) else "`is_causal`: this layer looks both ways."
@@ -194,7 +198,7 @@ class AttentionLayer(nn.Module):
         """Whether nobody would notice that the projection and the mechanism are not called one after the other."""
         if is_watched(self.qkv) or is_watched(mechanism) or type(self.qkv) is not nn.Linear:
             return False
-        return self.qkv.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+        return self.qkv.weight.dtype == x.dtype and not is_autocast(x.device.type)
 
     def _projections(self) -> Projections:
         return Projections.of(self.qkv.weight, self.qkv.bias, self.num_heads, self.head_dim)
@@ -258,6 +262,17 @@ class LOTAttention(AttentionLayer):
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,
             dtype=dtype, **options,
         )  # fmt: skip
+
+
+def _of_another_layer(name: str, others: dict[str, Any]) -> str:
+    """Why a call is refused that `torch.nn.MultiheadAttention` or another layer would take."""
+    takes = "self-attention takes its tokens once, `layer(x, mask=real_tokens)`"
+    if "key_padding_mask" in others:
+        opposite = "pass the opposite, `mask=~key_padding_mask`"
+        return f"{name} has no `key_padding_mask`, True at padding, but `mask`, True at real tokens: {opposite}."
+    if others:
+        return f"{name} has no {', '.join(f'`{other}`' for other in others)}: {takes}."
+    return f"{name} was called with tokens for queries, keys and values: {takes}."
 
 
 def value_rows(qkv: nn.Linear) -> nn.Linear:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
+from ..ops.precision import no_autocast
 from ..ops.reference import solve_dtype
 from .base import Attention
 from .masking import zero_padding
@@ -30,7 +30,7 @@ class CleanAttention(Attention):
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
         dtype = solve_dtype(q)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             out = self.mix(
                 zero_padding(q, query_mask).to(dtype),
                 zero_padding(k, key_mask).to(dtype),

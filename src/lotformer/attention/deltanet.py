@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..nn.checks import require_count
 from ..nn.short_conv import ShortConv
+from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
 from .masking import require_equal_lengths, zero_padding
@@ -64,7 +65,7 @@ class DeltaNet(Attention):
         if self.convs is not None or self.norm is not None:
             require_value_width(v, self.head_dim, "deltanet")
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             # the convolution of the queries would carry padding on, so it is cleaned even without a query mask
             clean_q = zero_padding(q, key_mask if query_mask is None else query_mask)
             clean = clean_q, zero_padding(k, key_mask), zero_padding(v, key_mask)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from . import registry
 from .base import Attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """Figures of an attention matrix A `(B, H, N, M)`, over real tokens.
 
@@ -31,6 +32,19 @@ class Diagnosis:
     entropy: Tensor
     effective_rank: Tensor
     top_share: Tensor
+
+    def __repr__(self) -> str:
+        """A line per figure, over all samples and heads, instead of pages of tensors."""
+        shape = (*self.row_sums.shape, self.column_sums.shape[-1])
+        lines = [f"{type(self).__name__} of {shape[0]} × {shape[1]} matrices of {shape[2]} × {shape[3]}"]
+        for field in fields(self):
+            values = getattr(self, field.name)
+            least, mean, most = (f"{f(values).item():.4g}" if values.numel() else "-" for f in _SPREAD)
+            lines.append(f"  {field.name + ':':<16}mean {mean}, from {least} to {most}")
+        return "\n".join(lines)
+
+
+_SPREAD: tuple[Callable[[Tensor], Tensor], ...] = (torch.amin, torch.mean, torch.amax)
 
 
 @torch.no_grad()
@@ -78,6 +92,10 @@ def attention_matrix(
 
     At least fp32. Columns are read in groups as wide as a head, so that every mechanism sees values as it expects.
     """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"`{name}`: expected a tensor (B, H, tokens, D), got {got}.")
     module = _module(mechanism, q, options)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)

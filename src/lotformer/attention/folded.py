@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.padding import zero_padding_to_learn
-from ..nn.precision import no_autocast
 from ..ops import Coupling, coupling
+from ..ops.precision import no_autocast
 from .lot import LOT
 from .masking import either_mask
 from .unformed import Linear, Projections, Reads, Side

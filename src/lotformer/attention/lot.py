@@ -16,12 +16,12 @@ from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
 from ..nn.near_keys import NearKeys, WindowKind, window_cost
 from ..nn.pivot_pooling import PivotKind, PivotPooling
 from ..nn.pivots import PivotMeasure
-from ..nn.precision import no_autocast
 from ..nn.prefix import PrefixRows
 from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.attention import drop_keys
+from ..ops.precision import no_autocast
 from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
 from .lot_options import LOTOptions

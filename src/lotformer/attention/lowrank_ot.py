@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..nn.checks import require_count
+from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
 
@@ -76,7 +77,7 @@ class LowRankOT(Attention):
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
         query_plan, key_plan = self.factors(q, k, key_mask, query_mask)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             out = query_plan @ (key_plan.mT @ zero_padding(v, key_mask).to(key_plan.dtype))
         return zero_padding(out, query_mask).to(q.dtype)
 
@@ -85,7 +86,7 @@ class LowRankOT(Attention):
     ) -> tuple[Tensor, Tensor]:
         """`N·Q` `(B, H, N, r)`, rows sum to one, and `R diag(1/g)` `(B, H, M, r)`, columns sum to one."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             queries = zero_padding(q, query_mask).to(dtype) * self.head_dim**-0.5
             keys = zero_padding(k, key_mask).to(dtype)
             log_a, log_b = _log_masses(queries, query_mask), _log_masses(keys, key_mask)

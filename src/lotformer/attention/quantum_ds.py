@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import require_equal_lengths, shared_mask, zero_padding
 
@@ -48,7 +49,7 @@ class QuantumDS(Attention):
             )
         mask = shared_mask(key_mask, query_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             q_, k_, v_ = (zero_padding(x, mask).to(dtype) for x in (q, k, v))
             # a padded token is a row and a column of its own, orthogonal to all others: it changes none of them
             ridge = q_.new_full((q.shape[2],), self.ridge)

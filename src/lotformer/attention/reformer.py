@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..nn.checks import require_count
+from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import require_equal_lengths, shared_mask, zero_padding
 
@@ -85,7 +86,7 @@ class Reformer(Attention):
         require_equal_lengths(q, k, "reformer")
         mask = shared_mask(key_mask, query_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device.type):
             out = self._rounds(zero_padding(q, mask).to(dtype), zero_padding(v, mask).to(dtype), mask)
         return zero_padding(out.to(q.dtype), mask)
 

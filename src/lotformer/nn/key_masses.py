@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import cpu
-from .precision import no_autocast
+from ..ops.precision import no_autocast
 from .undecayed import Undecayed
 
 KeyMassKind = Literal["uniform", "linear", "query-aware"]

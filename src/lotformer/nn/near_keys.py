@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import cpu
+from ..ops.precision import no_autocast
 from .checks import require_count
 from .depthwise import square_grid
 from .key_masses import mean_of_real
 from .padding import zero_padding
-from .precision import no_autocast
 from .undecayed import Undecayed
 
 WindowKind = Literal["1d", "2d"]

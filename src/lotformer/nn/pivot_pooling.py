@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .precision import no_autocast
+from ..ops.precision import no_autocast
 from .softmax import fused_softmax
 from .undecayed import Undecayed
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import cpu
+from ..ops.precision import no_autocast
 from .checks import require_positive
 from .padding import zero_padding
-from .precision import no_autocast
 from .softmax import fused_softmax
 
 

@@ -23,12 +23,14 @@ is as good as the solve.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import newton
+from .precision import no_autocast
 from .problem import LEAST_LOG_MASS, Potentials, Result, Solve, Transport
 
 
@@ -53,7 +55,7 @@ class _Solution(NamedTuple):
 def run(transport: Transport, solve: Solve) -> Result:
     """The operator: `P (Wᵀ v)` without forming the N×M matrix."""
     t = transport
-    with torch.autocast(t.q.device.type, enabled=False):
+    with _as_it_is(t.q, solve):
         solution = _solution(t, solve)
         query_plan, key_plan = _plans(solution, t, solve)
     # rows of padding are zeros already: filling them once more keeps what comes back there out of the gradients
@@ -70,7 +72,7 @@ def plans(transport: Transport, solve: Solve, potentials: Potentials | None = No
 
     Those that `run` uses, or those of the given potentials.
     """
-    with torch.autocast(transport.q.device.type, enabled=False):
+    with _as_it_is(transport.q, solve):
         query_plan, key_plan = _plans(_solution(transport, solve, potentials), transport, solve)
     dtype = solve_dtype(transport.q)
     return query_plan.to(dtype), key_plan.to(dtype)
@@ -84,13 +86,13 @@ def residual(transport: Transport, solve: Solve, potentials: Potentials) -> Tens
     `2ρ / (1 - ρ)` of it. Pivots without a mass to speak of are left out; a sample without queries or without keys has a
     residual of 0, and so has every sample if nothing is imposed.
     """
-    with torch.autocast(transport.q.device.type, enabled=False):
+    with _as_it_is(transport.q, solve):
         return _residual(_solution(transport, solve, potentials), solve).to(solve_dtype(transport.q))
 
 
 def mix(query_plan: Tensor, key_plan: Tensor, v: Tensor) -> Tensor:
     """`P (Wᵀ v)`, in the plans' precision, returned in the dtype of `v`."""
-    with torch.autocast(v.device.type, enabled=False):
+    with no_autocast(v.device.type):
         return (query_plan @ (key_plan.mT @ v.to(key_plan.dtype))).to(v.dtype)
 
 
@@ -182,7 +184,7 @@ def _key_side(t: Transport, s: Solve) -> _Side:
 
 
 def _side(t: Transport, s: Solve, x: Tensor, mask: Tensor | None, a: Tensor) -> _Side:
-    dtype = newton.precision(x) if s.solver == "newton" else solve_dtype(x)
+    dtype = _precision(x, s)
     temperature = s.temperature(x.shape[-1])
     if isinstance(temperature, Tensor):
         temperature = temperature.to(dtype).expand(x.shape[1])[:, None, None]
@@ -190,6 +192,19 @@ def _side(t: Transport, s: Solve, x: Tensor, mask: Tensor | None, a: Tensor) -> 
     scores = x * temperature if t.pivots is None else x @ (t.pivots.to(dtype) * temperature).mT
     log_a, exists = log_token_masses(_normalised(a.to(dtype)))
     return _Side(scores, log_a, exists, log_pivot_masses(t, s, dtype))
+
+
+def _precision(x: Tensor, solve: Solve) -> torch.dtype:
+    return newton.precision(x) if solve.solver == "newton" else solve_dtype(x)
+
+
+def _as_it_is(x: Tensor, solve: Solve) -> AbstractContextManager[None]:
+    """Where autocast does not change the precision of the solve.
+
+    It leaves fp64 alone. To turn it off nevertheless would do harm: what `torch.export` makes of a loop with autocast
+    off cannot be saved.
+    """
+    return nullcontext() if _precision(x, solve) == torch.float64 else no_autocast(x.device.type)
 
 
 def solve_dtype(x: Tensor) -> torch.dtype:
