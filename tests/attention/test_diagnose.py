@@ -104,3 +104,17 @@ def test_a_module_stays_in_its_mode() -> None:
     found = diagnose(module, q, k)
     assert module.training
     torch.testing.assert_close(found.row_sums, torch.ones(2, 3, 7))
+
+
+def test_it_is_printed_as_a_line_per_figure() -> None:
+    q, k, _ = tokens(50, 70)
+    text = repr(diagnose("softmax", q, k))
+    assert "2 × 3 matrices of 50 × 70" in text
+    assert len(text.splitlines()) == 6
+    assert "row_sums:       mean 1, from 1 to 1" in text
+
+
+@pytest.mark.parametrize("q", [torch.randn(3, 7, D), torch.randn(7, D), None], ids=["3-d", "2-d", "none"])
+def test_tokens_without_heads_are_refused(q: torch.Tensor | None) -> None:
+    with pytest.raises(ValueError, match=r"`q`: expected a tensor \(B, H, tokens, D\), got"):
+        diagnose("lot", q, q)  # type: ignore[arg-type]

@@ -216,3 +216,16 @@ def test_what_is_no_tensor_is_refused_with_what_to_do():
             layer(**arguments)
     with pytest.raises(ValueError, match=r"eps must be above 0, got '0\.1'"):
         lotformer.LOTAttention(16, 2, eps="0.1")
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lot"])
+def test_calls_in_the_words_of_other_layers_are_answered(mechanism):
+    layer, x = lotformer.AttentionLayer(16, 2, mechanism), torch.randn(2, 9, 16)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    for call in (lambda: layer(x, x, x), lambda: layer(x, x)):
+        with pytest.raises(TypeError, match=r"takes its tokens once, `layer\(x, mask=real_tokens\)`"):
+            call()
+    with pytest.raises(TypeError, match=r"`key_padding_mask`, True at padding, but `mask`.*`mask=~key_padding_mask`"):
+        layer(x, key_padding_mask=padding)
+    with pytest.raises(TypeError, match=r"has no `need_weights`"):
+        layer(x, need_weights=False)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
@@ -38,6 +39,7 @@ def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
     inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
     if not isinstance(inputs, (Mapping, Tensor)):
         what = f"{type(batch).__name__} of {type(inputs).__name__}" if inputs is not batch else type(batch).__name__
+        what = what if not isinstance(batch, (list, tuple)) or batch else f"an empty {what}"
         hint = " Tokenise texts first, as in `tokenizer(texts, padding=True, return_tensors='pt')`."
         raise TypeError(
             "a batch must be a mapping of tensors, a tensor, or a pair (inputs, labels); "
@@ -58,12 +60,64 @@ def call(model: nn.Module, batch: Batch) -> Any:
     A `SentenceTransformer` takes a mapping as it is and writes its results into it: it gets a copy.
     """
     inputs = inputs_of(batch)
-    if not isinstance(inputs, Mapping):
-        return model(inputs)
-    whole = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
-    if whole is not None and isinstance(model, whole):
-        return model(dict(inputs))
-    return model(**inputs)
+    _require_contents(inputs)
+    if isinstance(inputs, Mapping):
+        inputs = {name: _to_learn_from(value) for name, value in inputs.items()}
+    try:
+        if not isinstance(inputs, Mapping):
+            return model(_to_learn_from(inputs))
+        whole = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
+        if whole is not None and isinstance(model, whole):
+            return model(inputs)
+        return model(**inputs)
+    except Exception as error:
+        missing = _missing(model, inputs)
+        if not missing:
+            raise
+        given = ", ".join(_tensors(inputs))
+        raise ValueError(
+            f"{type(model).__name__} does not run on a batch of {given}: it needs {' and '.join(missing)}, too. "
+            f"It said: {error}"
+        ) from error
+
+
+def require_finite(batch: Batch, what: str = "a batch") -> None:
+    """Refuse inputs that hold NaN or inf; additive masks do so by right."""
+    floats = {n: x for n, x in _tensors(inputs_of(batch)).items() if x.is_floating_point() and "mask" not in n}
+    bad = [name for name, x in floats.items() if not x.isfinite().all()]
+    if bad:
+        raise ValueError(f"{what}: its inputs are not finite, there is NaN or inf in {', '.join(bad)}.")
+
+
+def _require_contents(inputs: Mapping[str, Any] | Tensor) -> None:
+    tensors = _tensors(inputs)
+    empty = [f"{name} is {tuple(x.shape)}" for name, x in tensors.items() if not x.numel()]
+    if empty or not tensors:
+        raise ValueError(f"a batch is empty: {', '.join(empty) or 'there is no tensor in it'}. Leave it out.")
+
+
+def _tensors(inputs: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
+    """The tensors of a batch by what to call them."""
+    if isinstance(inputs, Tensor):
+        return {"the tensor": inputs}
+    return {f"`{name}`": value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def _to_learn_from(x: Any) -> Any:
+    """Tensors that were made in inference mode cannot be kept for backward; copies of them can."""
+    made_elsewhere = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
+    return x.clone() if made_elsewhere else x
+
+
+def _missing(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> list[str]:
+    """What a Hugging Face model is usually called with and was not: its main input, and that of its decoder."""
+    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    given = set(inputs) if isinstance(inputs, Mapping) else {main}
+    missing = [] if main is None or given & {main, "inputs_embeds", "encoder_outputs"} else [f"`{main}`"]
+    decodes = getattr(config, "is_encoder_decoder", False)
+    if decodes and not given & {"decoder_input_ids", "decoder_inputs_embeds", "labels"}:
+        missing.append("`decoder_input_ids` (or `labels`)")
+    return missing
 
 
 def main_tensor(output: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...attention.lot import LOT
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call
+from ...data.batches import Batch, call, require_finite
 from ...training.precision import widened
 from ..hosts.sites import mechanism_of, require_converted, substituted
 
@@ -144,7 +144,7 @@ class Activations:
         try:
             indices = sorted(range(len(batches)) if wanted is None else wanted)
             for index in indices:
-                self._keep(index, self._record(model, batches[index]))
+                self._keep(index, self._record(model, index, batches[index]))
                 if on_batch is not None:
                     on_batch(len(self._kept), len(indices))
         except BaseException:
@@ -177,7 +177,7 @@ class Activations:
             self._folder.cleanup()
 
     @torch.no_grad()
-    def _record(self, model: nn.Module, batch: Batch) -> dict[str, Attended]:
+    def _record(self, model: nn.Module, index: int, batch: Batch) -> dict[str, Attended]:
         notes: dict[str, list[_Note]] = {}
         hooks = [] if self._kept else self._watch_projections(model, notes)
         try:
@@ -189,7 +189,15 @@ class Activations:
         missing = [name for name in self.names if name not in notes]
         if missing:
             raise ValueError(f"the model ran a batch without using {missing[0]!r}: check the inputs.")
-        return {name: _attended(runs, self.projections[name]) for name, runs in notes.items()}
+        seen = {name: _attended(runs, self.projections[name]) for name, runs in notes.items()}
+        for name, layer in seen.items():
+            if not layer.target.isfinite().all():
+                require_finite(batch, f"batch {index}")
+                raise ValueError(
+                    f"batch {index}: the inputs are finite, but what softmax attention gives in {name!r} is not: look "
+                    "at the model's weights."
+                )
+        return seen
 
     def _watch_projections(
         self, model: nn.Module, notes: dict[str, list[_Note]]

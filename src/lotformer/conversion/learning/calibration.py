@@ -27,7 +27,7 @@ from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_un
 from ..measuring.forecast import Forecast, forecast
 from .activations import Activations, OnBatch
 from .exact_share import ExactShare
-from .held_back import apart, require_share
+from .held_back import apart, require_learning, require_share
 from .identity import identity
 from .objectives import Objective, check_objective, loss, output_error
 
@@ -81,6 +81,7 @@ class CalibrationReport:
         )
 
 
+@torch.inference_mode(False)
 def calibrate(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -140,6 +141,7 @@ def calibrate(
     if checkpoint is not None:
         check_writable(Path(checkpoint))
     mechanisms = {name: mechanism_of(module) for name, module in require_converted(model)}
+    require_learning(model)
     require_unfolded(model, "calibrate")
     trained = {
         f"{layer}.{MECHANISM}.{name}": parameter

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, require_batches
+from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, require_batches, require_finite
 from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import fingerprint
@@ -27,7 +27,7 @@ from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates, ParamGroup
 from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded
 from .exact_share import ExactShare
-from .held_back import apart, require_share
+from .held_back import apart, require_learning, require_share
 from .identity import identity
 from .objectives import tells_nothing
 
@@ -71,6 +71,7 @@ class FinetuningReport:
         return f"{said}; on held-back batches {self.held_before:.4f} → {self.held_after:.4f}, {kept}"
 
 
+@torch.inference_mode(False)
 def finetune(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -143,6 +144,7 @@ def finetune(
     batches = batches if isinstance(batches, Sequence) else list(batches)
     if not batches:
         raise ValueError("`batches`: expected at least one batch of model inputs, got none.")
+    require_learning(model)
     require_unfolded(model, "fine-tune")
     if loss is None:
         require_converted(model)
@@ -236,12 +238,18 @@ class _Loss:
             return self._of(batch)
 
     def _of(self, batch: Batch) -> Tensor:
+        require_finite(batch)
+        if self.teacher is not None:
+            with torch.no_grad(), _received(self.teacher, self.layers) as theirs:
+                target = main_tensor(call(self.teacher, batch))
+            if not target.isfinite().all():
+                raise ValueError(
+                    "a batch: its inputs are finite, but the teacher's output is not: look at its weights."
+                )
         with _received(self.model, self.layers) as own:
             output = call(self.model, batch)
         parts: list[Tensor] = [] if self.task is None else [self.task(output, batch)]
         if self.teacher is not None:
-            with torch.no_grad(), _received(self.teacher, self.layers) as theirs:
-                target = main_tensor(call(self.teacher, batch))
             parts.append(_imitation(main_tensor(output), target, batch, self.hidden_weight))
             errors = [_relative_error(own[name], theirs[name], batch) for name in self.layers]
             if errors:

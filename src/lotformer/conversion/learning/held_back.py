@@ -1,6 +1,8 @@
-"""Batches that are measured on and not learned from."""
+"""What may be learned: from which batches, the others being measured on, and by which models."""
 
 from __future__ import annotations
+
+from torch import nn
 
 
 def apart(count: int, holdout: float) -> tuple[list[int], list[int]]:
@@ -13,3 +15,9 @@ def apart(count: int, holdout: float) -> tuple[list[int], list[int]]:
 def require_share(name: str, share: float) -> None:
     if not 0 <= share <= 1:
         raise ValueError(f"{name} is a share: expected a number from 0 to 1, got {share}.")
+
+
+def require_learning(model: nn.Module) -> None:
+    """Refuse parameters that cannot have gradients, whatever the mode is now."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError("the model was made in inference mode, so it cannot learn: make it outside of that.")
