@@ -239,17 +239,21 @@ class _Loss:
 
     def _of(self, batch: Batch) -> Tensor:
         require_finite(batch)
+        target = None
         if self.teacher is not None:
             with torch.no_grad(), _received(self.teacher, self.layers) as theirs:
                 target = main_tensor(call(self.teacher, batch))
-            if not target.isfinite().all():
-                raise ValueError(
-                    "a batch: its inputs are finite, but the teacher's output is not: look at its weights."
-                )
-        with _received(self.model, self.layers) as own:
-            output = call(self.model, batch)
+        try:
+            with _received(self.model, self.layers) as own:
+                output = call(self.model, batch)
+        except ValueError as error:
+            if target is None or target.isfinite().all():
+                raise
+            raise ValueError(
+                "a batch: its inputs are finite, but the teacher's output is not: look at its weights."
+            ) from error
         parts: list[Tensor] = [] if self.task is None else [self.task(output, batch)]
-        if self.teacher is not None:
+        if target is not None:
             parts.append(_imitation(main_tensor(output), target, batch, self.hidden_weight))
             errors = [_relative_error(own[name], theirs[name], batch) for name in self.layers]
             if errors:
