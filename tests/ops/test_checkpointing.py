@@ -105,3 +105,12 @@ def test_an_operator_that_runs_again_has_the_same_gradients(name: str, use_reent
     found = outcome(lambda *x: checkpoint(function, *x, use_reentrant=use_reentrant), given)
     for have, want in zip(found, expected, strict=True):
         assert (have is None and want is None) or torch.equal(have, want)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["transport, newton, keys, extras", "window, text, wide", "pooling", "joining, image"])
+def test_a_compiled_operator_that_runs_again_has_its_gradients(name: str) -> None:
+    function, given = OPERATORS[name]()
+    compiled = torch.compile(lambda *x: checkpoint(function, *x, use_reentrant=False), backend="aot_eager")
+    for have, want in zip(outcome(compiled, given), outcome(function, given), strict=True):
+        torch.testing.assert_close(have, want)
