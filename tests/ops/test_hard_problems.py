@@ -96,3 +96,31 @@ def test_gradients_hold(family: str) -> None:
         options = {"eps": 1.0, "scale": 1.0, "solver": "newton"}
         expected = run(inputs, FP64, "reference", **options)
         assert_agrees(run(inputs, FP32, "cpu", **options), expected, 1e-3)
+
+
+@needs_kernel
+def test_a_solve_that_stalls_in_fp32_is_done_again() -> None:
+    """Masses over dozens of orders of magnitude, beside a sample that is solved at once: values and gradients hold."""
+    x = make_batch("gaussian", 80, 40, 2e4, skew=10.0).inputs
+    tokens = {name: t[0, [21, 0]][:, None] for name, t in x.items() if t.dim() > 2 and name != "pivots"}
+    log_masses = x["log_masses"][21:22]
+    inputs = tokens | {
+        "pivots": x["pivots"][:1],
+        "log_masses": log_masses,
+        "v": torch.eye(80).double().expand(2, 1, -1, -1),
+    }
+    options = {"eps": 1.0, "scale": 1.0, "solver": "newton"}
+    expected = run(inputs, FP64, "reference", **options)
+    got = run(inputs, FP32, "cpu", **options)
+    assert (got["out"] - expected["out"]).abs().max() <= 1e-5
+    assert_agrees(got, expected, 1e-3, floor=1e-4)
+    _, reached = lot_attention(**{name: t.float() for name, t in inputs.items()}, return_residual=True, **options)
+    assert reached.max() <= 1e-5
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:LOT attention reached")
+def test_what_is_done_again_in_vain_is_no_worse() -> None:
+    x = make_batch("gaussian", 80, 40, 1e4, skew=10.0).arguments(FP32)
+    _, residual = lot_attention(v=x["q"][..., :1], return_residual=True, backend="cpu", **x)
+    assert residual.max() <= 1.0

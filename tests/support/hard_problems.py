@@ -115,7 +115,7 @@ def long_problems() -> Iterator[Batch]:
             yield make_batch(family, 5000, 33, largest, count=2)
 
 
-def make_batch(family: str, n: int, rank: int, largest: float, count: int = PER_BATCH) -> Batch:
+def make_batch(family: str, n: int, rank: int, largest: float, count: int = PER_BATCH, skew: float = 2.0) -> Batch:
     generator = torch.Generator().manual_seed(list(FAMILIES).index(family) + 10 * n)
 
     def normal(*shape: int) -> Tensor:
@@ -123,14 +123,14 @@ def make_batch(family: str, n: int, rank: int, largest: float, count: int = PER_
 
     scores = FAMILIES[family](normal, count, n, rank)
     query, key = (x * (largest / x.abs().amax((-2, -1), keepdim=True)) for x in scores)
-    skew = torch.where(torch.arange(count) % 2 == 0, 0.0, 2.0)[:, None]
+    uneven = torch.where(torch.arange(count) % 2 == 0, 0.0, skew)[:, None]
     inputs = {
         "q": query[None],
         "k": key[None],
         "pivots": torch.eye(rank, dtype=torch.float64).expand(count, rank, rank),
-        "log_masses": (skew * normal(count, rank)).log_softmax(-1),
-        "query_masses": (skew * normal(count, n)).softmax(-1)[None],
-        "key_masses": (skew * normal(count, n)).softmax(-1)[None],
+        "log_masses": (uneven * normal(count, rank)).log_softmax(-1),
+        "query_masses": (uneven * normal(count, n)).softmax(-1)[None],
+        "key_masses": (uneven * normal(count, n)).softmax(-1)[None],
     }
     rounded = {name: x.float().double() for name, x in inputs.items()}
     return Batch(f"{family} N={n} R={rank} scores to {largest:g}", rounded)

@@ -131,12 +131,8 @@ def run(transport: Transport, solve: Solve) -> Result:
         residual=lambda: state.select(-1, _RESIDUAL),
         potentials=lambda: _potentials(state, transport, solve, options),
     )
-    is_exact_for_keys_alone = options.is_newton and solve.balance == "keys"
-    return _mended(result, t, solve) if is_exact_for_keys_alone and not is_traced(t.q) else result
-
-
-def _missed(residual: Tensor, solve: Solve) -> Tensor:
-    return residual > max(_WORTH_A_SECOND, _tolerance(solve))
+    is_exact = options.is_newton and solve.balance != "none"
+    return _mended(result, t, solve) if is_exact and not is_traced(t.q) else result
 
 
 def _tolerance(solve: Solve) -> float:
@@ -144,31 +140,32 @@ def _tolerance(solve: Solve) -> float:
 
 
 def _mended(result: Result, t: Transport, solve: Solve) -> Result:
-    """The result with samples that missed their column sums solved again, in fp64, by the reference.
+    """The result with samples that missed their column sums solved again by the reference, in fp64, where that helps.
 
-    Where queries send hardly any mass to a pivot, and scores span hundreds, rounding in fp32 can stall the solve.
+    Where a pivot gets hardly any mass, and scores span hundreds, rounding in fp32 can stall the solve.
     """
-    missed = _missed(result.residual(), solve).any(1)
-    if not missed.any():
+    first = result.residual()
+    good = first <= max(_WORTH_A_SECOND, _tolerance(solve))  # what is not a number is not
+    if good.all():
         return result
-    index = missed.nonzero()[:, 0]
+    index = (~good).any(1).nonzero()[:, 0]
     own = {name: x[index] for name, x in t._asdict().items() if x is not None and name not in ("pivots", "log_masses")}
     if t.pivots is not None and t.pivots.dim() == 4:
         own["pivots"] = t.pivots[index]
     again = reference.run(t._replace(**own), solve)
+    second = again.residual()
+    worse = second >= first[index]
+
+    def merged(x: Tensor, y: Tensor) -> Tensor:
+        """With what is better of y in place of some samples of x."""
+        keeps = worse.view(*worse.shape, *[1] * (x.dim() - 2))
+        return x.index_copy(0, index, torch.where(keeps, x[index], y))
 
     def potentials() -> Potentials:
-        first, second = (
-            x.double().index_copy(0, index, y.double())
-            for x, y in zip(result.potentials(), again.potentials(), strict=True)
-        )
-        return first, second
+        (a, b), (c, d) = result.potentials(), again.potentials()
+        return merged(a.double(), c.double()), merged(b.double(), d.double())
 
-    return Result(
-        result.out.index_copy(0, index, again.out),
-        residual=lambda: result.residual().index_copy(0, index, again.residual()),
-        potentials=potentials,
-    )
+    return Result(merged(result.out, again.out), lambda: merged(first, second), potentials)
 
 
 def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
