@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lotformer.ops import lot_attention
+from lotformer.ops import cpu, lot_attention
 from support.cpu_kernel import FORMS, assert_agrees, errors, exact, needs_kernel, problem, run, scored
 
 pytestmark = needs_kernel
@@ -220,3 +220,22 @@ def test_a_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(out.sum(), x["q"], create_graph=True)
     with pytest.raises(NotImplementedError, match='backend="reference"'):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("isa", cpu.instruction_sets())
+@pytest.mark.parametrize("eps", [1.0, 0.1, 0.02])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_of_any_size_have_finite_averages(
+    form: str, eps: float, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of range are neither sums of values before they are divided nor their products with scalings."""
+    monkeypatch.setenv("LOTFORMER_CPU_ISA", isa)
+    for plain in (problem(), problem(n=150, m=150, value_dim=16)):
+        for x in (plain, scored(plain)):
+            expected = run(x, torch.float64, "reference", eps=eps, **FORMS[form])
+            as_usual = errors(run(x, torch.float32, "cpu", eps=eps, **FORMS[form]), expected)
+            large = x | {"v": x["v"] * 2.0**102}
+            got = run(large, torch.float32, "cpu", eps=eps, **FORMS[form])
+            expected = {name: t if name == "grad of v" else t * 2.0**102 for name, t in expected.items()}
+            for name, error in errors({n: t.double() for n, t in got.items()}, expected).items():
+                assert error <= 1e-5 + 2 * as_usual[name], name

@@ -74,8 +74,7 @@ def lot_attention(
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `q`. Rows of padded queries, and samples without keys, are zero.
-        A sample does not depend on its batch: bit for bit with one thread, to rounding with several. The CPU kernel
-        sums values in fp32 before it normalises them: beyond 1e10 they may overflow.
+        A sample does not depend on its batch: bit for bit with one thread, to rounding with several.
     """
     if is_causal:
         raise ValueError(CAUSAL_REFUSAL)

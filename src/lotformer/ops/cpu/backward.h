@@ -28,9 +28,10 @@ static void start_totals(const Head& head) {
 
 // From the gradient ds of the scores of a block to its dx = ds · scaled pivots, and to the pivots' gradient. Where scores
 // are given, to that of the temperature, in `top`.
-static void push_block(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const View& ds,
+static void push_block(const Head& head, const Tokens& t, Worker& k, int64_t i, int count, const Block& ds,
                        const Rows& dx) {
   const Measure& p = head.pivots;
+  if (head.unit != 1) scale_block(ds, count, head.unit, p.vectors, ds);
   const Block to = target_rows(t, dx, i, p.dim, k.output);
   if (!p.scaled) {
     const View x = read_rows(t, t.rows, i, count, p.dim, true, k.input);
@@ -92,7 +93,7 @@ static void write_mass_gradient(const Head& head, const Tokens& t, const double*
   const Mask& mask = c.masks[side];
   double common = 0;
   for (int64_t i = 0; i < t.count; i++) common += log_mass[i];
-  const double scale = t.total > 0 ? 1 / t.total : 0;
+  const double scale = t.total > 0 ? head.unit / t.total : 0;
   for (int64_t i = 0; i < length; i++) {
     const bool real = !mask.data || mask.data[head.b * mask.batch + i * mask.token];
     to[i] = real ? float(-common * scale) : 0.f;
@@ -232,7 +233,7 @@ static void reverse_keys_unsolved(const Head& head, const Tokens& t, const float
   double* log_mass = c.grad_masses[kKey] ? head.arena.zeros<double>(t.count) : nullptr;
   start_totals(head);
   reverse_average(head, t, values, dv, potential_or_scaling(head, state, true), y, log_mass,
-                  [&](Worker& k, int64_t i, int count, const View& ds) { push_block(head, t, k, i, count, ds, dx); });
+                  [&](Worker& k, int64_t i, int count, const Block& ds) { push_block(head, t, k, i, count, ds, dx); });
   add_to_totals(head, totals);
   clear_padding(t, dx, c.length[kKey], c.dim);
   if (log_mass) write_mass_gradient(head, t, log_mass, kKey);
@@ -265,15 +266,18 @@ static void backward_sample(Head& head, Totals totals) {
   const float* key_state = state + query_vectors(c) * c.rank;
   const Rows dout = at_head(c.grad_out, c.bf16, b, h);
   const Rows values = at_head(c.values, c.bf16, b, h), dv = at_head(c.grad_values, c.bf16, b, h);
+  const float* mixed = c.mixed + which * c.rank * c.value_dim;
+  head.unit = value_unit(mixed, int64_t(c.rank) * c.value_dim);
   Head receiving = head;
   receiving.pivots = receiving_measure(head, state);
-  Mixed y = read_mixed(receiving, c.mixed + which * c.rank * c.value_dim);
+  Mixed y = read_mixed(receiving, mixed);
+  double* dg = head.arena.zeros<double>(c.rank);  // of log m
   if (c.balance == kBoth) {
-    reverse_solved(head, queries, kQuery, state, notes, dout, dv, y, totals.log_masses, totals);
-    reverse_solved(head, keys, kKey, key_state, notes, values, dv, y, totals.log_masses, totals);
+    reverse_solved(head, queries, kQuery, state, notes, dout, dv, y, dg, totals);
+    reverse_solved(head, keys, kKey, key_state, notes, values, dv, y, dg, totals);
   } else {
     const Rows dx = at_head(c.grad_tokens[kQuery], c.bf16, b, h);
-    double *dg = head.arena.zeros<double>(c.rank), *received = head.arena.zeros<double>(c.rank);
+    double* received = head.arena.zeros<double>(c.rank);
     Reverse r = open_reverse(head, queries, kQuery, 3, notes[kQueryForm] != 0, dx);
     reverse_spread(r, dout, y, dg);
     if (c.balance == kKeys) {
@@ -283,8 +287,8 @@ static void backward_sample(Head& head, Totals totals) {
       reverse_keys_unsolved(head, keys, key_state, values, dv, y, totals);
     }
     finish_side(r, kQuery, dx, totals);
-    for (int j = 0; j < c.rank; j++) totals.log_masses[j] += dg[j];
   }
+  for (int j = 0; j < c.rank; j++) totals.log_masses[j] += double(head.unit) * dg[j];
   clear_padding(keys, dv, c.length[kKey], c.value_dim);
 }
 

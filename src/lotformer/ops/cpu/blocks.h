@@ -168,6 +168,16 @@ LOT_INLINE void scale_rows(const View& e, int count, const float* w, int vectors
   }
 }
 
+// to[i, j] = w[i] e[i, j] b[j]
+LOT_INLINE void scale_rows_and_columns(const View& e, int count, const float* w, const float* b, int vectors,
+                                       const Block& to) {
+  for (int i = 0; i < count; i++) {
+    const V scale = splat(w[i]);
+    for (int v = 0; v < vectors; v++)
+      store(to.data + i * to.ld + v * W, load(e.data + i * e.ld + v * W) * scale * load(b + v * W));
+  }
+}
+
 // weight[i] = mass[i] / sum[i], and the reciprocal of the sum itself in `inverse`.
 LOT_INLINE void divide_masses(const float* mass, const float* sum, int count, float* inverse, float* weight) {
   for (int i = 0; i < count; i += W) {

@@ -6,13 +6,30 @@
 
 namespace {
 
+constexpr double kRoom = 1e30;  // so large may be what is summed over pivots
+
+// The scalings of a plan, which are free up to a factor: smaller ones if products with what the pivots hold lack room.
+static const float* with_room(const Head& head, const float* b, const float* mixed) {
+  const Measure& p = head.pivots;
+  double largest = 0;
+  for (int j = 0; j < p.rank; j++) {
+    float top = 0;
+    for (int d = 0; d < head.value_padded; d++) top = most(top, fabsf(mixed[int64_t(j) * head.value_padded + d]));
+    largest = most(largest, double(top) * b[j]);
+  }
+  if (!(largest > kRoom && largest < HUGE_VAL)) return b;
+  float* smaller = head.arena.zeros<float>(p.padded);
+  for (int j = 0; j < p.rank; j++) smaller[j] = float(b[j] * (kRoom / largest));
+  return smaller;
+}
+
 // out_i = Σ_j P_ij y_j. Returns the error of the plan if the queries were solved: the largest relative deviation of its
 // column sums from the masses of the pivots.
 static float write_output(const Head& head, const Tokens& t, const Rows& out, const QueryPlan& plan,
                           const float* mixed) {
   const Measure& p = head.pivots;
   const int width = head.value_padded;
-  const float* b = plan.b;
+  const float* b = plan.b && !plan.u ? with_room(head, plan.b, mixed) : plan.b;
   const bool solved = head.call->balance == kBoth;
   float* scaled = head.arena.take<float>(int64_t(p.padded) * width);
   for (int j = 0; j < p.padded; j++)

@@ -285,6 +285,7 @@ struct Head {
   Measure pivots;
   int64_t b, h;
   int value_padded;
+  float unit;  // backward: of values, and of all gradients that are proportional to them until they are written
   int workers;
   Worker* worker;
 
@@ -321,6 +322,7 @@ static Head open_head(const Call& c, int64_t h, int workers) {
   head.arena = Arena{&c.host};
   head.b = 0;
   head.h = h;
+  head.unit = 1;
   head.pivots = c.own_pivots ? sizes_of(c) : read_measure(c, 0, h, head.arena);
   head.value_padded = int(round_up(c.value_dim, W));
   head.workers = workers;

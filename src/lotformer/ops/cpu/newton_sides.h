@@ -57,8 +57,8 @@ static float largest_deviation(const Measure& p, const double* columns) {
   return float(largest);
 }
 
-// `Wᵀ v` without the column's factors goes to the product of worker 0, the sums of its columns to `columns`. Rows are
-// scores, or with b kernels, and then it is a factor of the columns too.
+// The plan times v goes to the product of worker 0, the sums of the plan's columns to `columns`: these without b, which
+// is given if rows are kernels and not scores.
 static void carry_values(const Head& head, const Tokens& t, const Rows& values, const View& rows, const Potential& g,
                          const float* b) {
   const Measure& p = head.pivots;
@@ -76,7 +76,10 @@ static void carry_values(const Head& head, const Tokens& t, const Rows& values, 
       }
       divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
       weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
-      scale_rows(e, count, k.weight, p.vectors, k.plan);
+      if (b)
+        scale_rows_and_columns(e, count, k.weight, b, p.vectors, k.plan);
+      else
+        scale_rows(e, count, k.weight, p.vectors, k.plan);
       const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
       multiply_tn(k.plan.data, k.plan.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product,
                   head.value_padded);
@@ -111,10 +114,10 @@ static float solve_keys(const Head& head, const Tokens& t, const Rows& values, c
   *exact = s.low != nullptr;
   save_potential(s, p.rank, state);
   for (int j = 0; j < p.rank; j++) {
+    if (s.b) columns[j] *= s.b[j];
     const float inverse = float(1 / columns[j]);
     for (int d = 0; d < head.value_padded; d++) head.worker[0].product[int64_t(j) * head.value_padded + d] *= inverse;
-    if (s.b) columns[j] *= s.b[j];
-    state[2 * p.rank + j] = float(1 / columns[j]);
+    state[2 * p.rank + j] = inverse;
   }
   return largest_deviation(p, columns);
 }

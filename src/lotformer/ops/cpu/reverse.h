@@ -93,10 +93,30 @@ static float* transposed(const Head& head, const float* x, const float* factor) 
 
 // What the pivots hold, and its gradient.
 struct Mixed {
-  float* value;     // (padded, value_padded): Wᵀ v
+  float* value;     // (padded, value_padded): Wᵀ v, in units of the head
   float* centered;  // the same less its mean Σ_j m_j Y_j: rows of P sum to one, so only differences matter
   float* grad;      // (padded, value_padded): Pᵀ dout
 };
+
+constexpr float kLargeValue = 1e12f;  // times the largest scaling, and summed, it is still in the range of fp32
+
+// A power of two in which values are moderate; one if they are anyway, or are not finite.
+static float value_unit(const float* saved, int64_t count) {
+  float largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = most(largest, fabsf(saved[i]));
+  return largest > kLargeValue && largest < HUGE_VALF ? ldexpf(1, least(ilogbf(largest), 120)) : 1;
+}
+
+// Rows of values as `read_rows` gives them, in units of the head.
+static View read_values(const Head& head, const Tokens& t, const Rows& values, int64_t first, int count, bool vectors,
+                        float* buffer) {
+  const int width = head.call->value_dim;
+  const View v = read_rows(t, values, first, count, width, vectors || head.unit != 1, buffer);
+  if (head.unit == 1) return v;
+  const Block to{buffer, round_up(width, W)};
+  scale_block(v, count, 1 / head.unit, head.value_padded / W, to);
+  return to;
+}
 
 static Mixed read_mixed(const Head& head, const float* saved) {
   const Measure& p = head.pivots;
@@ -105,7 +125,7 @@ static Mixed read_mixed(const Head& head, const float* saved) {
   float* mean = head.arena.zeros<float>(width);
   for (int j = 0; j < p.rank; j++)
     for (int d = 0; d < head.call->value_dim; d++) {
-      y.value[j * width + d] = saved[int64_t(j) * head.call->value_dim + d];
+      y.value[j * width + d] = saved[int64_t(j) * head.call->value_dim + d] / head.unit;
       mean[d] += p.mass[j] * y.value[j * width + d];
     }
   for (int j = 0; j < p.rank; j++)

@@ -78,7 +78,7 @@ static void reverse_key_plan_log(Reverse& r, const Rows& values, const Rows& dv,
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(k.other.data, k.other.ld, count, p.rank, y.grad, head.value_padded, vectors, to.data, to.ld);
       write_rows(t, dv, i, count, width, to, k.output);
-      const View v = read_rows(t, values, i, count, width, false, k.input);
+      const View v = read_values(head, t, values, i, count, false, k.input);
       multiply_nn(v.data, v.ld, count, width, grad_t, p.padded, p.vectors, grad.data, grad.ld);
       for (int l = 0; l < count; l++) k.extra[l] = 0;
       softmax_gradient(k.other, level, k.extra, count, p.vectors, grad);

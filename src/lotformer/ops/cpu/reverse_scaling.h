@@ -133,7 +133,7 @@ static void reverse_key_plan(Reverse& r, const Rows& values, const Rows& dv, con
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(e.data, e.ld, count, p.rank, send, head.value_padded, head.value_padded / W, to.data, to.ld,
                   column_at(r, k, r.row_scale, i));
-      const View v = read_rows(t, values, i, count, width, true, k.input);
+      const View v = read_values(head, t, values, i, count, true, k.input);
       write_rows(t, dv, i, count, width, to, k.output);
       const Block plan_grad = r.plan_grad.at(i);
       multiply_nn(v.data, v.ld, count, width, values_t, p.padded, p.vectors, plan_grad.data, plan_grad.ld);

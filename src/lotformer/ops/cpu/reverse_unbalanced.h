@@ -55,7 +55,7 @@ static void reverse_average(const Head& head, const Tokens& t, const Rows& value
       exp_plan(k.plan, count, k.weight, closing, p.vectors, k.plan);
       const Block to = target_rows(t, dv, i, width, k.output);
       multiply_nn(k.plan.data, k.plan.ld, count, p.rank, y.grad, head.value_padded, vectors, to.data, to.ld);
-      const View v = read_rows(t, values, i, count, width, false, k.input);
+      const View v = read_values(head, t, values, i, count, false, k.input);
       multiply_nn(v.data, v.ld, count, width, grad_t, p.padded, p.vectors, k.other.data, k.other.ld);
       write_rows(t, dv, i, count, width, to, k.output);
       for (int l = 0; l < count; l++) k.extra[l] = 0;

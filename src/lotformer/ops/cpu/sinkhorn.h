@@ -153,7 +153,7 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
         divide_masses(t.mass.at(i), k.sum, count, k.extra, k.weight);
         weigh_columns(e, count, k.weight, p.vectors, k.column, k.columns);
         if (sweep < rounds) continue;
-        scale_rows(e, count, k.weight, p.vectors, e);
+        scale_rows_and_columns(e, count, k.weight, b, p.vectors, e);  // the plan: its sums of values are no larger
         const View v = read_rows(t, values, i, count, head.call->value_dim, true, k.input);
         multiply_tn(e.data, e.ld, p.padded, count, v.data, v.ld, head.value_padded / W, k.product, head.value_padded);
       }
@@ -163,8 +163,9 @@ static bool key_sweeps(const Head& head, const Tokens& t, const Rows& values, co
     memcpy(trace + int64_t(sweep) * p.rank, b, sizeof(float) * size_t(p.rank));
   }
   collect_products(head, head.value_padded);
+  const float* last = trace + int64_t(rounds - 1) * p.rank;  // the scalings that the plan was made with
   for (int j = 0; j < p.rank; j++) {
-    const float inverse = float(1.0 / head.worker[0].columns[j]);
+    const float inverse = float(1.0 / (head.worker[0].columns[j] * last[j]));
     for (int d = 0; d < head.value_padded; d++) head.worker[0].product[int64_t(j) * head.value_padded + d] *= inverse;
   }
   return true;
