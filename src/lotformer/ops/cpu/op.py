@@ -144,22 +144,23 @@ def _mended(result: Result, t: Transport, solve: Solve) -> Result:
 
     Where a pivot gets hardly any mass, and scores span hundreds, rounding in fp32 can stall the solve.
     """
-    first = result.residual()
-    good = first <= max(_WORTH_A_SECOND, _tolerance(solve))  # what is not a number is not
-    if good.all():
+    first, bound = result.residual(), max(_WORTH_A_SECOND, _tolerance(solve))
+    # a list, because for a few heads three operators take as long as a small call; what is not a number stays so
+    missed = [b for b, heads in enumerate(first.tolist()) if any(x > bound for x in heads)]
+    if not missed:
         return result
-    index = (~good).any(1).nonzero()[:, 0]
+    index = torch.tensor(missed)
     own = {name: x[index] for name, x in t._asdict().items() if x is not None and name not in ("pivots", "log_masses")}
     if t.pivots is not None and t.pivots.dim() == 4:
         own["pivots"] = t.pivots[index]
     again = reference.run(t._replace(**own), solve)
     second = again.residual()
-    worse = second >= first[index]
+    better = second < first[index]
 
     def merged(x: Tensor, y: Tensor) -> Tensor:
-        """With what is better of y in place of some samples of x."""
-        keeps = worse.view(*worse.shape, *[1] * (x.dim() - 2))
-        return x.index_copy(0, index, torch.where(keeps, x[index], y))
+        """x with what is better in y for some samples."""
+        taken = better.view(*better.shape, *[1] * (x.dim() - 2))
+        return x.index_copy(0, index, torch.where(taken, y, x[index]))
 
     def potentials() -> Potentials:
         (a, b), (c, d) = result.potentials(), again.potentials()
