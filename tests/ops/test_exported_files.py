@@ -52,16 +52,13 @@ def test_a_layer(kind: str, solver: str, autocast: bool) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("solver", ["sinkhorn", "newton"])
-@pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
-def test_a_converted_text_encoder(folded: bool, solver: str, autocast: bool) -> None:
+@pytest.mark.parametrize("folded", [False, True], ids=["as converted", "folded"])
+def test_a_converted_text_encoder(folded: bool) -> None:
     model, batch = SMALL["bert"].build(), SMALL["bert"].batch()
-    lotformer.convert(model, rank=4, solver=solver)
+    what_folds = {"window": None, "pivots": "fixed"} if folded else {}
+    lotformer.convert(model, rank=4, solver="newton", **what_folds)
     if folded:
         lotformer.conversion.fold(model)
     model.config.return_dict = False
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        got, expected = from_file(model, (), **batch)(**batch)[0], model(**batch)[0]
-    tolerance = 5e-2 if autocast else 1e-4
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    got, expected = from_file(model, (), **batch)(**batch)[0], model(**batch)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
