@@ -8,10 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from lotformer import _torchvision
 from lotformer.conversion import api
-
-_torchvision.prepare()  # tests import timm, which cannot import a CUDA build of torchvision beside a CPU build of torch
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # as a job in the background of a script we were told to ignore Ctrl-C; tests send it

@@ -25,6 +25,8 @@ HELPERS = {
     "_settings": "frozen settings from Python, TOML or a command line; imports nothing of ours, serves every layer",
     "_files": "whole files or none; imports nothing of ours, serves every layer",
     "_reading": "files as what they claim to be, or one clear error; imports nothing of ours, serves every layer",
+    "_extras": "which extra brings which package; imports nothing of ours, serves every layer",
+    "_import_hook": "waits for a module of another library; imports nothing of ours",
     "_torchvision": "makes a mismatched torchvision importable; imports nothing of ours",
     "_transformers_hook": "loads converted checkpoints with transformers, so it may import conversion",
 }

@@ -33,3 +33,12 @@ def test_everything_that_is_offered_exists_and_shows():
     for name in lotformer.__all__:
         assert hasattr(lotformer, name)
         assert name in dir(lotformer)
+
+
+def test_timm_can_be_imported_after_it():
+    """Also where torchvision was looked for before, as transformers does, and beside a build that does not fit."""
+    code = (
+        "import lotformer, importlib.util\nassert importlib.util.find_spec('torchvision')\nimport timm, torchvision.ops"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import _transformers_hook, attention
+from . import _torchvision, _transformers_hook, attention
+from ._import_hook import when_imported
 from .layers import AttentionLayer, LOTAttention
 from .nn import PivotMeasure, no_weight_decay
 from .ops import Coupling, coupling, lot_attention, lot_attention_from_scores
@@ -32,6 +33,7 @@ __all__ = [
 
 _LAZY = frozenset({"calibrate", "convert", "finetune", "fold", "revert"})
 
+when_imported("torchvision", before=_torchvision.prepare)
 _transformers_hook.install()
 
 

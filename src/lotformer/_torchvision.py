@@ -5,15 +5,14 @@ PyPI's torchvision wheel is built against CUDA. Beside a CPU-only torch its comp
 exist", because it registers fake kernels for operators that were never defined. Defining their schemas first is
 enough: transforms, models and datasets then work; only the compiled operators themselves (nms, roi_align) do not.
 
-Nothing happens on `import lotformer`. `prepare` is called where lotformer is about to use timm or has seen transformers
-being imported. Code that imports timm or torchvision itself beside such a pair of wheels calls it first.
+`import lotformer` only waits: the schemas are defined when torchvision is imported, by whomever. So `import lotformer`
+comes before `import timm` where the two wheels do not match.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -29,11 +28,11 @@ _library: torch.library.Library | None = None  # schemas live as long as this ob
 def prepare() -> None:
     """Define the missing schemas, once, if a CUDA build of torchvision sits beside a CPU build of torch.
 
-    Call it before anything that imports torchvision. It imports nothing itself, and where the two builds match it
-    does nothing: torchvision then defines its own operators.
+    To be called before torchvision is imported. Where the two builds match it does nothing: torchvision then defines
+    its own operators.
     """
     global _library
-    if _library is None and "torchvision" not in sys.modules and torch.version.cuda is None and _is_cuda_build():
+    if _library is None and torch.version.cuda is None and _is_cuda_build():
         _library = torch.library.Library("torchvision", "DEF")
         for schema in _MISSING:
             _library.define(schema)

@@ -1,52 +1,26 @@
 """Makes transformers know lotformer's attention, without importing transformers.
 
-`import lotformer` must stay cheap and must not import transformers, yet `AutoModel.from_pretrained` of a converted
-checkpoint has to work after it, in whatever order the two are imported. transformers has no entry points, so Python's
-import system is the only place to wait: if transformers is loaded already, registration happens at once; otherwise a
-finder waits for `transformers.modeling_utils`, lets the usual finders load it, registers, and retires.
+`AutoModel.from_pretrained` of a converted checkpoint has to work after `import lotformer`, in whatever order the two
+are imported: if transformers is loaded already, registration happens at once; otherwise as soon as it is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 
-from . import _torchvision
+from ._import_hook import when_imported
 
 _AWAITED = "transformers.modeling_utils"
 _NEEDING_TRANSFORMERS = ("pretrained", "hosts.huggingface", "hosts.configs")
 
 
-class _RegisteringLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> object:  # get_data, get_source, … of the real loader
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        _torchvision.prepare()  # transformers imports torchvision where it is installed
-        self._loader.exec_module(module)
+def install() -> None:
+    """Register now if transformers is loaded, else as soon as it is."""
+    if _AWAITED in sys.modules:
         _register()
-
-
-class _Waiting(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _AWAITED:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
-        return spec
+    else:
+        when_imported(_AWAITED, after=_register)
 
 
 def _register() -> None:
@@ -58,11 +32,3 @@ def _register() -> None:
         # a transformers without the interfaces must stay importable; `convert` will say what is missing
         if not (error.name or "").startswith("transformers"):
             raise
-
-
-def install() -> None:
-    """Register now if transformers is loaded, else as soon as it is."""
-    if _AWAITED in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())

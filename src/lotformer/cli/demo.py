@@ -34,7 +34,7 @@ def demo(
     console = Console()
     data = data_dir or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     report = out / "report.html"
-    with one_clear_error(console, "The demo cannot run"):
+    with one_clear_error(console, "The demo cannot run", "demo"):
         require_writable(out)
         with progress_bar(console) as listen:
             result = run(out, settings, data=data, listen=listen)

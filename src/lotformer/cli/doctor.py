@@ -9,21 +9,13 @@ from importlib import metadata
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .. import __version__
+from .._extras import PACKAGES, command
 from ..ops import cpu
 from ..ops.backends import BACKENDS
 from ..results.provenance import cpu_model
-
-EXTRAS = {
-    "matplotlib": "figures",
-    "timm": "vision",
-    "transformers": "text",
-    "safetensors": "text",
-    "torchmetrics": "text",
-    "triton": "gpu",
-    "onnxruntime": "onnx",
-}
 
 
 def doctor() -> None:
@@ -33,25 +25,27 @@ def doctor() -> None:
     versions.add_row("lotformer", __version__)
     versions.add_row("python", platform.python_version())
     versions.add_row("torch", torch.__version__)
-    for package, extra in EXTRAS.items():
-        try:
-            versions.add_row(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            versions.add_row(package, f"[yellow]missing[/]: pip install 'lotformer\\[{extra}]'")
+    for extra, packages in PACKAGES.items():
+        for package in packages:
+            try:
+                versions.add_row(package, metadata.version(package))
+            except metadata.PackageNotFoundError:
+                versions.add_row(package, Text.assemble(("missing", "yellow"), f": {command(extra)}"))
     console.print(versions)
 
     devices = Table("device", "what", title="Devices")
-    devices.add_row("cpu", f"{cpu_model()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    devices.add_row("instruction sets of the kernel", ", ".join(cpu.instruction_sets()) or "[dim]not built[/]")
+    cores = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    devices.add_row("cpu", Text(f"{cpu_model()}, {cores}"))
+    devices.add_row("instruction sets of the kernel", ", ".join(cpu.instruction_sets()) or Text("not built", "dim"))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            devices.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
+            devices.add_row(f"cuda:{index}", Text(torch.cuda.get_device_name(index)))
     else:
-        devices.add_row("cuda", "[dim]none found[/]")
+        devices.add_row("cuda", Text("none found", "dim"))
     console.print(devices)
 
     backends = Table("backend", "usable", "why not", title="Backends of the operator, best first")
     for backend in BACKENDS:
         reason = backend.why_unavailable()
-        backends.add_row(backend.name, "[red]no[/]" if reason else "[green]yes[/]", reason or "")
+        backends.add_row(backend.name, Text("no", "red") if reason else Text("yes", "green"), Text(reason or ""))
     console.print(backends)

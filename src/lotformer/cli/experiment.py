@@ -126,10 +126,8 @@ def _names(text: str) -> list[str]:
 
 
 def _checkpoint(given: str | None) -> Path:
-    try:
-        from transformers import logging
-    except ImportError as error:
-        raise ImportError("it needs transformers: pip install 'lotformer[text]'.") from error
+    from transformers import logging
+
     # its notes on missing heads and its own progress bars would tear ours
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -34,11 +34,11 @@ def train_lra(
     What is not given comes from the recipe for the task: the paper's learning rate, ε and mass temperature, or
     Skyformer's protocol.
     """
-    from ..experiments.longrange.task import LongRange, build_model, prepared_sets
-    from .training import train_with_progress
-
     console = Console()
-    with one_clear_error(console, "Cannot train"):
+    with one_clear_error(console, "Cannot train", "train"):
+        from ..experiments.longrange.task import LongRange, build_model, prepared_sets
+        from .training import train_with_progress
+
         build_model(settings)  # what cannot be built is said before sets are prepared
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
@@ -64,7 +64,7 @@ def experiment_lra(
 ) -> None:
     """Table 2: the Long Range Arena, tasks × mechanisms × seeds, at a chosen budget."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "train"):
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
             table.run(settings, folder, out, listen, command_line())
@@ -81,7 +81,7 @@ def experiment_search(
 ) -> None:
     """The learning rate of every row of Table 2, found on validation data by the same trials for all."""
     console = Console()
-    with one_clear_error(console, "Cannot run the search"):
+    with one_clear_error(console, "Cannot run the search", "train"):
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
             search.run(settings, folder, out, listen, command_line())
@@ -97,7 +97,7 @@ def experiment_throughput(
 ) -> None:
     """How fast the Long Range Arena's encoder trains as sequences grow: LOT against fused softmax."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "train"):
         with progress_bar(console) as listen:
             throughput.run(settings, out, listen, command_line())
         publish(console, throughput.render(out), out)
@@ -110,7 +110,7 @@ def experiment_pathfinder(
 ) -> None:
     """Look at generated Pathfinder images, and at what their statistics tell of the label."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "train"):
         with progress_bar(console) as listen:
             pathfinder_check.run(settings, out, listen, command_line())
         publish(console, pathfinder_check.render(out), out)

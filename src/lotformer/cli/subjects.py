@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _torchvision, conversion
+from .. import conversion
 from .._reading import read_lines
 from ..data.batches import Batch, call, main_tensor, pooled
 from ..data.checkpoints import checkpoint_root, encoder_part, save_like
@@ -112,11 +112,9 @@ def _with_transformers(model: Any) -> str:
 
 def _hugging_face(folder: Path) -> tuple[Any, Any]:
     """The model in a folder, and the library."""
-    try:
-        import transformers
-        from transformers import AutoConfig, AutoModel, logging
-    except ImportError as error:
-        raise ImportError("converting a checkpoint needs transformers: pip install 'lotformer[text]'.") from error
+    import transformers
+    from transformers import AutoConfig, AutoModel, logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -129,11 +127,7 @@ def _hugging_face(folder: Path) -> tuple[Any, Any]:
 
 
 def _timm(weights: Path, name: str, images: Path | None, size: int | None, steps: int) -> Subject:
-    _torchvision.prepare()
-    try:
-        import timm
-    except ImportError as error:
-        raise ImportError("a model of timm's needs timm: pip install 'lotformer[vision]'.") from error
+    import timm
     from safetensors.torch import load_file
 
     if not weights.is_file():

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from .._extras import reason
 from ..results import figures
 from ..results.cells import Listener
 from ..results.report import Report
@@ -27,10 +28,15 @@ def command_line() -> str:
 
 
 @contextmanager
-def one_clear_error(console: Console, what: str) -> Iterator[None]:
-    """End the command with exit code 1 and `what` with the reason; bugs keep their traceback."""
+def one_clear_error(console: Console, what: str, *extras: str) -> Iterator[None]:
+    """End the command with exit code 1 and `what` with the reason; bugs keep their traceback.
+
+    `extras` are those of the package that the command needs: named if something of theirs is not installed.
+    """
     try:
         yield
+    except ModuleNotFoundError as error:
+        _fail(console, what, error, reason(error, *extras))
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         _fail(console, what, error)
     except Exception as error:
@@ -39,9 +45,9 @@ def one_clear_error(console: Console, what: str) -> Iterator[None]:
         _fail(console, what, error)
 
 
-def _fail(console: Console, what: str, error: Exception) -> None:
+def _fail(console: Console, what: str, error: Exception, why: str | None = None) -> None:
     # what was typed, and what other libraries say, is text and not markup
-    console.print(f"{what}: {error}", markup=False, highlight=False, style="red", soft_wrap=True)
+    console.print(f"{what}: {why or error}", markup=False, highlight=False, style="red", soft_wrap=True)
     raise typer.Exit(1) from error
 
 

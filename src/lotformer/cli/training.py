@@ -22,10 +22,10 @@ class ProgressBar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[told]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,

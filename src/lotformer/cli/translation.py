@@ -40,18 +40,16 @@ def train_translation(
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out, if there is one.")] = False,
 ) -> None:
     """Train an encoder–decoder to translate, by fairseq's recipe for IWSLT'14; the best weights end in OUT/model."""
-    from ..experiments.translation.decoding import translate
-    from ..experiments.translation.scoring import score
-    from ..experiments.translation.task import Translation
-    from .training import train_with_progress
-
     console = Console()
-    with one_clear_error(console, "Cannot train"):
+    with one_clear_error(console, "Cannot train", "text", "train"):
+        from ..experiments.translation.decoding import load, translate
+        from ..experiments.translation.scoring import score
+        from ..experiments.translation.task import Translation
+        from .training import train_with_progress
+
         pairs = prepare(recipe_of(settings), data_folder(data_dir, WANTED))
         task = Translation(settings, pairs)
         train_with_progress(task, out, resume=resume)
-        from ..experiments.translation.decoding import load
-
         model, tokenizer = load(task.export(out))
         sources, references = zip(*pairs["test"], strict=True)
         with progress_bar(console) as listen:
@@ -75,10 +73,10 @@ def translate_command(
     lowercase: Annotated[bool, typer.Option(help="Lower-case the texts, for models trained so.")] = False,
 ) -> None:
     """Translate texts, one per line, to as many lines on standard output."""
-    from ..experiments.translation.decoding import load, translate
-
     console = Console(stderr=True)
-    with one_clear_error(console, "Cannot translate"):
+    with one_clear_error(console, "Cannot translate", "text", "train"):
+        from ..experiments.translation.decoding import load, translate
+
         lines = read_lines(text) if text is not None else decoded_lines(sys.stdin.buffer.read(), "standard input")
         loaded, tokenizer = load(model)
         lines = [line.lower() if lowercase else line for line in lines]
@@ -103,7 +101,7 @@ def experiment_translation(
 ) -> None:
     """Table 6: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "text", "train"):
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
             table.run(settings, folder, out, runs, listen, command_line())
@@ -121,7 +119,7 @@ def experiment_translation_speed(
 ) -> None:
     """Translations per second, softmax against a converted encoder: sentences, and documents of 2,000 tokens."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "text", "train"):
         with progress_bar(console) as listen:
             speed.run(settings, model, text, out, listen, command_line())
         publish(console, speed.render(out), out)

@@ -35,11 +35,11 @@ def train_vision(
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out, if there is one.")] = False,
 ) -> None:
     """Train a vision model on images: lotformer train vision --data imagenet --recipe paper."""
-    from ..experiments.vision.task import Vision, open_sets
-    from .training import train_with_progress
-
     console = Console()
-    with one_clear_error(console, "Cannot train"):
+    with one_clear_error(console, "Cannot train", "train"):
+        from ..experiments.vision.task import Vision, open_sets
+        from .training import train_with_progress
+
         with progress_bar(console) as listen:
             task = Vision(settings, open_sets(settings, listen))
         train_with_progress(task, out, resume=resume)
@@ -61,11 +61,11 @@ def eval_vision(
 
     The images are resized to the size that the model was trained with.
     """
-    from ..experiments.vision.build import load_trained
-    from ..experiments.vision.task import evaluate_trained
-
     console = Console()
-    with one_clear_error(console, "Cannot evaluate"):
+    with one_clear_error(console, "Cannot evaluate", "vision"):
+        from ..experiments.vision.build import load_trained
+        from ..experiments.vision.task import evaluate_trained
+
         trained = load_trained(checkpoint)
         with progress_bar(console) as listen:
             judged, broken = evaluate_trained(
@@ -152,7 +152,7 @@ def _ablation(
     rows: str | None,
 ) -> None:
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment"):
+    with one_clear_error(console, "Cannot run the experiment", "train"):
         folder = _images_folder(data)
         chosen = [name.strip() for name in rows.split(",")] if rows else list(experiment.ROWS)
         for name in chosen:
@@ -185,10 +185,10 @@ def cls_maps_figure(
 
     Drawn from the weights that both experiments leave behind.
     """
-    from ..experiments.vision import pictures
-
     console = Console()
-    with one_clear_error(console, "Cannot draw the figure"):
+    with one_clear_error(console, "Cannot draw the figure", "vision", "figures"):
+        from ..experiments.vision import pictures
+
         folder = _images_folder(data)
         chosen = _indices(images, folder)
         for name, checkpoints in pictures.panels(ladder_folder, ranks_folder).items():
@@ -204,10 +204,10 @@ def clusters_figure(
     out: Pictures = Path("out/clusters"),
 ) -> None:
     """Which patches each pivot gathers: the soft clusters of the last block, over the image."""
-    from ..experiments.vision import pictures
-
     console = Console()
-    with one_clear_error(console, "Cannot draw the figure"):
+    with one_clear_error(console, "Cannot draw the figure", "vision", "figures"):
+        from ..experiments.vision import pictures
+
         folder = _images_folder(data)
         files = pictures.draw_clusters(checkpoint, folder, out, _indices(images, folder), command_line(), head=head)
         say(console, f"Wrote {', '.join(map(str, files))}")

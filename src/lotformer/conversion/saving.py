@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .._extras import needed_for
 from .._files import new_file
 from . import hosts
 from .api import choose
@@ -27,8 +28,9 @@ def save(model: nn.Module, path: str | Path) -> None:
     Raises:
         OSError: it cannot be written (disk full, folder read-only); an older file is as it was.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_model
+    with needed_for("a conversion cannot be saved"):
+        from safetensors import SafetensorError
+        from safetensors.torch import save_model
 
     metadata = {_KEY: recipe(model).to_json()}
     try:
@@ -47,8 +49,9 @@ def load(model: nn.Module, path: str | Path) -> None:
     Raises:
         ValueError: the file cannot be read, is no saved conversion, or does not fit the model.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_model
+    with needed_for("a conversion cannot be loaded"):
+        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import load_model
 
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: load into a freshly built model.")

@@ -1,10 +1,6 @@
 """timm, or an error that says how to get it. Imported first: the other modules take timm's parts by name."""
 
-from .. import _torchvision
+from .._extras import needed_for
 
-_torchvision.prepare()
-
-try:
+with needed_for("lotformer.models cannot be imported"):
     import timm  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("lotformer.models needs timm: pip install 'lotformer[vision]'.") from error

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _torchvision
-
 
 def parts() -> tuple[Any, Any]:
     """`(param_groups_weight_decay, ModelEmaV3)`, imported when they are needed: timm takes seconds."""
-    _torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
     try:
         from timm.optim import param_groups_weight_decay
         from timm.utils import ModelEmaV3

@@ -6,16 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import apply_rot_embed_cat
+from timm.layers.attention import AttentionRope
+from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from ... import _torchvision
 from .sites import mix
-
-_torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
-
-from timm.layers import apply_rot_embed_cat  # noqa: E402
-from timm.layers.attention import AttentionRope  # noqa: E402
-from timm.models.eva import EvaAttention  # noqa: E402
 
 
 def _attend(layer: Any, x: Tensor, rope: Tensor | None, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
-from ... import _torchvision
 from ...attention.folded import split_tokens
 from ...attention.unformed import Projections
 from ...layers import value_rows
 from .sites import Site, Skipped, is_folded, mix, relative_scale
-
-_torchvision.prepare()  # must come before timm, which cannot be imported without it beside a CPU build of torch
-
-from timm.layers.attention import Attention as TimmAttention  # noqa: E402
-
-from .timm_rotary import AttentionRope, ConvertedAttentionRope, ConvertedEvaAttention, EvaAttention  # noqa: E402
+from .timm_rotary import AttentionRope, ConvertedAttentionRope, ConvertedEvaAttention, EvaAttention
 
 
 class ConvertedTimmAttention(TimmAttention):

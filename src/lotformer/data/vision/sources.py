@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import _torchvision
 from ..._reading import decoding, require_file
 from ..contents import files_digest
 from ..images import decoded_image
@@ -165,7 +164,6 @@ def stream_fingerprint(source: str, folder: Path | None) -> str:
 
 
 def _create(source: str, folder: Path | None, split: str, **options: Any) -> Any:
-    _torchvision.prepare()
     from timm.data import create_dataset
 
     if not source:

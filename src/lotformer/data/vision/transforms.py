@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import _torchvision
-
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -30,7 +28,6 @@ class Augmentation:
 
 def training_transform(size: tuple[int, int], augmentation: Augmentation, **model: Any) -> Callable[..., Tensor]:
     """`model` holds what timm's data config says of the model: interpolation, mean, std."""
-    _torchvision.prepare()
     from timm.data import create_transform
 
     return create_transform(
@@ -48,7 +45,6 @@ def training_transform(size: tuple[int, int], augmentation: Augmentation, **mode
 
 def evaluation_transform(size: tuple[int, int], crop: float, **model: Any) -> Callable[..., Tensor]:
     """The whole image resized to `size / crop`, and its centre."""
-    _torchvision.prepare()
     from timm.data import create_transform
 
     return create_transform((3, *size), is_training=False, crop_pct=crop, **model)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import _torchvision, conversion
+from ... import conversion
 from ..._files import require_writable
 from ..._settings import Settings, setting
 from ...results.cells import CellFolder, Listener, Origin, Record
@@ -119,7 +119,6 @@ def _timed(size: int, settings: SpeedSettings, listen: Listener) -> Cell:
 
 
 def _build(settings: SpeedSettings) -> nn.Module:
-    _torchvision.prepare()
     import timm
 
     options: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}

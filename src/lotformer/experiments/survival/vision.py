@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import _torchvision, conversion
+from ... import conversion
 from ..._settings import setting
 from ...conversion.hosts.tokens import TokenKind
 from ...data.images import open_image
@@ -74,7 +74,6 @@ class VisionTask:
         self.reference: Tensor | None = None
 
     def load(self, place: Path | None = None) -> nn.Module:
-        _torchvision.prepare()
         import timm
         from safetensors.torch import load_file
 

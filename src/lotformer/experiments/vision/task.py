@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from ... import _torchvision
 from ...data.vision.cache import decoded
 from ...data.vision.sources import STREAMED, Images, open_images, open_stream, stream_fingerprint
 from ...data.vision.transforms import Augmentation, evaluation_transform, training_transform
@@ -162,7 +161,6 @@ class Vision:
         s = self.settings
         if not s.mixup and not s.cutmix:
             return None
-        _torchvision.prepare()
         from timm.data import Mixup
 
         return Mixup(s.mixup, s.cutmix, label_smoothing=s.label_smoothing, num_classes=s.num_classes)
@@ -202,7 +200,6 @@ def normalisation(settings: VisionSettings) -> dict[str, Any]:
     from ... import models  # noqa: F401  registers lotformer's own
 
     # isort: split
-    _torchvision.prepare()
     from timm.data import resolve_data_config
     from timm.models import get_pretrained_cfg
 

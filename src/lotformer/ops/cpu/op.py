@@ -42,8 +42,8 @@ def why_unavailable() -> str | None:
     if load_error is None:
         return None
     return (
-        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and reinstall the package with "
-        "`pip install --no-build-isolation -e .`, or go on with the slower reference path."
+        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and type `pip install --force-reinstall "
+        "--no-deps --no-build-isolation .` in the folder of the sources, or go on with the slower reference path."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 
 load_error: str | None = None
 """Why the extension is not there."""
-try:
-    from . import _kernel  # noqa: F401  importing it registers the operators
-except ImportError as error:
-    load_error = str(error)
+if find_spec(f"{__package__}._kernel") is None:
+    load_error = "nothing was compiled when the package was installed, as where there is no C++ compiler"
+else:
+    try:
+        from . import _kernel  # noqa: F401  importing it registers the operators
+    except ImportError as error:
+        load_error = str(error)
 
 MAX_WIDTH = 256
 """Largest rank and largest head dimension the kernels take."""
