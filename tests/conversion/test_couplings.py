@@ -13,6 +13,7 @@ import lotformer
 import lotformer.models
 from lotformer.attention.lot import LOT
 from lotformer.conversion import coupling_quality
+from lotformer.conversion.measuring.couplings import couplings_watched
 from support.small_models import SMALL, output
 
 IMAGES = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
@@ -90,3 +91,15 @@ def test_converted_models_with_a_convolution(kind, options):
 def test_a_model_without_our_attention_is_refused():
     with pytest.raises(ValueError, match=r"holds no attention of lotformer: call `lotformer.convert\(model\)` first"):
         coupling_quality(SMALL["timm-vit"].build(), [SMALL["timm-vit"].batch()])
+
+
+def test_what_is_watched_is_what_is_told_of_windows_over_images_that_are_not_square():
+    vit = timm.models.vision_transformer.VisionTransformer(
+        img_size=(32, 96), patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=3
+    ).eval()
+    lotformer.convert(vit, rank=4, window_size=3)
+    images = torch.randn(2, 3, 32, 96)
+    with torch.no_grad(), couplings_watched(vit) as missed:
+        vit(images)
+    assert list(missed) == [f"blocks.{i}.attn.mechanism" for i in range(2)]
+    assert max(missed.values()) == pytest.approx(coupling_quality(vit, [images]).residual_max)

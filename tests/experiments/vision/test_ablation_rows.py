@@ -12,7 +12,7 @@ import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
 from lotformer.attention.lot import LOT
-from lotformer.experiments.residuals import couplings_watched
+from lotformer.conversion.measuring.couplings import couplings_watched
 from lotformer.experiments.vision import ablation, ladder, rank, sinkhorn
 from lotformer.experiments.vision.build import build
 

@@ -16,8 +16,8 @@ import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
 from lotformer._settings import make
+from lotformer.conversion.measuring.couplings import couplings_watched
 from lotformer.data.vision.sources import stream_fingerprint
-from lotformer.experiments.residuals import couplings_watched
 from lotformer.experiments.vision.ablation import images_source
 from lotformer.experiments.vision.batches import StreamedImages, repeated
 from lotformer.experiments.vision.build import load_trained, load_weights

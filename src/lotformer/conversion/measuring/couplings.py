@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from ...attention.diagnose import is_matrix
 from ...attention.lot import LOT
 from ...attention.masking import zero_padding
 from ...data.batches import Batch, call
+from ...ops import Coupling
+
+_A = TypeVar("_A", bound=Attention)
 
 
 @dataclass(frozen=True)
@@ -38,45 +42,65 @@ class CouplingQuality:
         return f"residual {residual}, doubly stochastic error {doubly} (mean | max)"
 
 
-class _Inspector:
-    """A hook that sees what an attention mechanism is about to mix, and looks at the matrix that it will use."""
+class _Call(NamedTuple):
+    """What an attention mechanism is about to mix, by the names of its arguments."""
 
-    def __init__(self) -> None:
-        self.residuals: list[Tensor] = []
-        self.errors: list[Tensor] = []
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    grid: tuple[int, int] | None = None
 
-    def __call__(self, mechanism: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(mechanism, Attention)
-        self.look(mechanism, *args, **kwargs)
+    def real(self) -> Tensor:
+        if self.key_mask is not None:
+            return self.key_mask
+        return torch.ones(self.k.shape[0], self.k.shape[2], dtype=torch.bool, device=self.k.device)
 
-    def look(self, mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
-             query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> None:  # fmt: skip
-        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-        sums: Tensor | None = None
-        if isinstance(mechanism, LOT):
-            prefix = mechanism.prefix_tokens
-            plan = mechanism.coupling(q, k, key_mask, query_mask, grid=grid)
-            deviations = plan.deviations()
-            if not mechanism.is_softmax(q.shape[2], grid):  # there is no plan in it
-                self.residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
-            # where the plan is the whole matrix
-            sums = plan.column_sums() if not prefix and mechanism.near is None else None
-            mechanism = mechanism.without_local_mixing()
-        if sums is None:
-            sums = _column_sums(mechanism, q, k, v, key_mask, query_mask, grid)
-        self.errors.append((sums - 1).abs()[real[:, None].expand_as(sums)])
+    def plan(self, mechanism: LOT) -> Coupling:
+        return mechanism.coupling(self.q, self.k, self.key_mask, self.query_mask, grid=self.grid)
+
+    def has_plan(self, mechanism: LOT) -> bool:
+        """Whether anything is transported, not all of it read by softmax."""
+        return not mechanism.is_softmax(self.q.shape[2], self.grid)
 
 
-def _column_sums(
-    mechanism: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    grid: tuple[int, int] | None,
-) -> Tensor:
+@contextmanager
+def _watched(mechanisms: Mapping[str, _A], look: Callable[[str, _A, _Call], None]) -> Iterator[None]:
+    """While inside, every call of a mechanism is looked at before it is done."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: look(name, module, _Call(*args, **kwargs))
+
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in mechanisms.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def couplings_watched(model: nn.Module) -> Iterator[dict[str, float]]:
+    """While inside, every call of a LOT layer notes under its name how far its coupling is from its sums, at most.
+
+    Where nothing is balanced there is nothing to miss: what counts then is how uneven the columns are.
+    """
+    missed: dict[str, float] = {}
+
+    def note(name: str, mechanism: LOT, called: _Call) -> None:
+        if called.has_plan(mechanism):
+            plan = called.plan(mechanism)
+            worst = plan.doubly_stochastic_error() if mechanism.balance == "none" else plan.residual()
+            missed[name] = float(worst.max())
+
+    with _watched({name: module for name, module in model.named_modules() if isinstance(module, LOT)}, note):
+        yield missed
+
+
+def _column_sums(mechanism: Attention, called: _Call) -> Tensor:
     """`Aᵀ1`, the gradient of `Σ (A v)` for `v`, without the matrix: that of a large image has no room in memory."""
+    q, k, v, key_mask, query_mask, grid = called
     with torch.enable_grad():
         some = v.new_zeros(*k.shape[:3], 1).requires_grad_()
         # past the hooks, or the one who asks would hear of itself
@@ -100,23 +124,38 @@ def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQual
         raise ValueError(
             f"{type(model).__name__} holds no attention of lotformer: call `lotformer.convert(model)` first."
         )
-    looked_at = [mechanism for mechanism in mechanisms if isinstance(mechanism, LOT) or is_matrix(mechanism)]
+    looked_at = {name: each for name, each in mechanisms.items() if isinstance(each, LOT) or is_matrix(each)}
     if not looked_at:
         return None
-    inspector = _Inspector()
+    residuals: list[Tensor] = []
+    errors: list[Tensor] = []
+
+    def look(name: str, mechanism: Attention, called: _Call) -> None:
+        real, sums = called.real(), None
+        if isinstance(mechanism, LOT):
+            prefix = mechanism.prefix_tokens
+            plan = called.plan(mechanism)
+            if called.has_plan(mechanism):
+                deviations = plan.deviations()
+                residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
+            # where the plan is the whole matrix
+            sums = plan.column_sums() if not prefix and mechanism.near is None else None
+            mechanism = mechanism.without_local_mixing()
+        if sums is None:
+            sums = _column_sums(mechanism, called)
+        errors.append((sums - 1).abs()[real[:, None].expand_as(sums)])
+
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    hooks = [mechanism.register_forward_pre_hook(inspector, with_kwargs=True) for mechanism in looked_at]
     try:
-        for batch in batches:
-            call(model, batch)
+        with _watched(looked_at, look):
+            for batch in batches:
+                call(model, batch)
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, training in modes.items():
             module.training = training
-    error = torch.cat(inspector.errors)
-    residual = torch.cat(inspector.residuals) if inspector.residuals else None
+    error = torch.cat(errors)
+    residual = torch.cat(residuals) if residuals else None
     return CouplingQuality(
         residual_mean=None if residual is None else float(residual.mean()),
         residual_max=None if residual is None else float(residual.max()),
@@ -125,7 +164,11 @@ def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQual
     )
 
 
-def _mechanisms(model: nn.Module) -> list[Attention]:
-    """The attention in a model without what wraps it, e.g. for special tokens."""
-    found = [module for module in model.modules() if isinstance(module, Attention)]
-    return [module for module in found if sum(isinstance(part, Attention) for part in module.modules()) == 1]
+def _mechanisms(model: nn.Module) -> dict[str, Attention]:
+    """The attention in a model by name, without what wraps it, e.g. for special tokens."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    return {
+        name: module
+        for name, module in found.items()
+        if sum(isinstance(part, Attention) for part in module.modules()) == 1
+    }

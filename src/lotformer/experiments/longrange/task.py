@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._settings import name_value_pairs
+from ...conversion.measuring.couplings import couplings_watched
 from ...data.longrange.batches import Batch, by_length, collate
 from ...data.longrange.prepare import Listener
 from ...data.longrange.store import PreparedSet, Split
@@ -22,7 +23,6 @@ from ...training.loader import LoaderStream
 from ...training.stream import TrainingStream
 from ...training.task import Sums
 from ...training.teams import Process
-from ..residuals import couplings_watched
 from .settings import LongRangeSettings
 
 

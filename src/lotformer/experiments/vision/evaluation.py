@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ...conversion.measuring.couplings import couplings_watched
 from ...data.vision.sources import Images
-from ..residuals import couplings_watched
 
 Progress = Callable[[int, int], None]
 """Called with the images seen and the images in all."""
