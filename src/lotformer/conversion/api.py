@@ -176,11 +176,18 @@ def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
     take_out(model, layers)
 
 
-def default_recipe(model: nn.Module, sites: Sequence[Located]) -> Recipe:
-    """What `convert(model)` does to these sites without further arguments."""
-    settings = _settings("lot", _defaults(), {})
+def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[str, Any]) -> Recipe:
+    """What `convert(model, **options)` does to these sites.
+
+    Raises:
+        ValueError: LOT does not take one of the options.
+    """
+    settings = _settings("lot", _defaults(), options)
+    Recipe("lot", settings)  # what does not exist is said by the name it was given
     near, towers = _near(model, "lot", sites, settings)
-    return Recipe("lot", {**near, **settings}, towers=towers)
+    recipe = Recipe("lot", {**near, **settings}, towers=towers)
+    _require_window(recipe)
+    return recipe
 
 
 def _defaults() -> dict[str, Any]:

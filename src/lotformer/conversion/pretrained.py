@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention import Attention
 from . import hosts
@@ -32,12 +32,17 @@ from .hosts.tokens import tokens_before
 from .recipe import Recipe
 from .swapping import Located, build_on_meta, put_in, remove, supply_grids
 
+_NEW = rf"(^|\.){MECHANISM}\."
+"""Names of what a conversion adds, as transformers looks for them."""
+
 
 def install() -> None:
     """Register our attention with transformers and extend `PreTrainedModel`. Safe to call twice."""
     register()
     if hasattr(PreTrainedModel.post_init, "_lotformer"):
         return
+    # `from_pretrained` gives a config those of its arguments that configs have
+    setattr(PreTrainedConfig, configs.OPTIONS, None)
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
     save = PreTrainedModel.save_pretrained
 
@@ -78,11 +83,16 @@ def restore(model: PreTrainedModel) -> None:
     """
     config: Any = model.config
     written, asked = getattr(config, configs.RECIPE, None), config._attn_implementation
+    options = getattr(config, configs.OPTIONS, None)
+    if options is not None:
+        _require_options(options, written, asked)
     if written is None:
         if asked != configs.IMPLEMENTATION:
             return
         sites = _every_site(model)
-        recipe = default_recipe(model, sites)
+        recipe = default_recipe(model, sites, options or {})
+        # a plain checkpoint cannot hold them: no report of missing weights
+        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), _NEW}
     else:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
@@ -102,6 +112,19 @@ def restore(model: PreTrainedModel) -> None:
     elif converted(model):
         supply_grids(model)
         configs.settle(model)
+
+
+def _require_options(options: object, written: object, asked: str | None) -> None:
+    name = configs.OPTIONS
+    if not isinstance(options, dict):
+        raise ValueError(f'{name} must be a table of options, e.g. {name}={{"rank": 64}}, got {options!r}.')
+    if written is not None:
+        raise ValueError(f"{name} was given, but this checkpoint is converted already: load it without.")
+    if asked != configs.IMPLEMENTATION:
+        raise ValueError(
+            f"{name} says how a plain checkpoint is converted: expected attn_implementation="
+            f"{configs.IMPLEMENTATION!r} beside it, got {asked!r}."
+        )
 
 
 def _forget_other_choices(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:

@@ -27,6 +27,9 @@ SAVED = "lotformer"
 RECIPE = "lotformer"
 """The key of config.json that holds the recipe of the conversion."""
 
+OPTIONS = "lot_options"
+"""The argument of `from_pretrained` that says how a plain checkpoint is converted: arguments of `lotformer.convert`."""
+
 _OURS = (IMPLEMENTATION, SAVED)
 _SAVED_KEY = "attn_implementation"
 _ORIGINAL = "_lotformer_config"
@@ -158,7 +161,7 @@ class _Bases:
 
 
 def _difference(original: PreTrainedConfig, mine: PreTrainedConfig) -> dict[str, Any]:
-    ours = {RECIPE, _SAVED_KEY, *original.sub_configs}
+    ours = {RECIPE, OPTIONS, _SAVED_KEY, *original.sub_configs}
     if not {original._attn_implementation, mine._attn_implementation}.isdisjoint(_OURS):
         ours.add("_attn_implementation_internal")
     return {
@@ -171,6 +174,7 @@ def _difference(original: PreTrainedConfig, mine: PreTrainedConfig) -> dict[str,
 def _clean(config: Any, model: nn.Module) -> None:
     """Take away what is ours, and dispatch to softmax."""
     config.__dict__.pop(RECIPE, None)
+    config.__dict__.pop(OPTIONS, None)
     config.__dict__.pop(_SAVED_KEY, None)
     if config._attn_implementation in _OURS:
         config._attn_implementation_internal = _softmax(model)

@@ -100,6 +100,7 @@ def detach(model: nn.Module, modules: list[nn.Module]) -> None:
 
 
 _QUERY_AND_KEY = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
+_CROSS = ("encoder_attn", "crossattention", "cross_attn", "encoder_attention", "cross_attention")
 _NOT_LINEAR = ("rotary", "norm")
 
 
@@ -148,10 +149,10 @@ def _classify(model: nn.Module, name: str, module: nn.Module) -> Site | Skipped:
         dim = None if width is None else width // heads
     if not dispatches(module):
         reason = "it computes its own scores, outside AttentionInterface"
+    elif _is_cross_attention(name, kind, module):  # first: decoders' say that they are causal, which they are not
+        reason = "it is cross-attention"
     elif getattr(module, "is_causal", False) or _in_causal_tower(model, name):
         reason = "it is causal, and a causal doubly stochastic matrix is the identity"
-    elif "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
-        reason = "it is cross-attention"
     elif getattr(module, "is_decoder", False):
         reason = "it belongs to a decoder"
     elif _has_position_bias(module):
@@ -163,6 +164,12 @@ def _classify(model: nn.Module, name: str, module: nn.Module) -> Site | Skipped:
     else:
         return Site(name, module, heads, dim)
     return Skipped(name, module, reason)
+
+
+def _is_cross_attention(name: str, kind: str, module: nn.Module) -> bool:
+    if "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
+        return True
+    return name.rpartition(".")[2] in _CROSS
 
 
 def _in_causal_tower(model: nn.Module, name: str) -> bool:

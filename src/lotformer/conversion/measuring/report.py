@@ -16,6 +16,9 @@ class Layer:
     reason: str = ""
     parameters_added: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.name or 'the module itself'} ({self.kind})"
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -56,17 +59,21 @@ class ConversionReport:
         for tokens, own in self.towers.items():
             options += f"; where {tokens} is read: {_spelled(own)}"
         lines = [
-            f"{self.model}: {len(self.converted)} attention layers now use {self.mechanism!r} ({options}), "
+            f"{self.model}: {_counted(len(self.converted), 'attention layer')} now use {self.mechanism!r} ({options}), "
             f"{self.parameters_added:,} parameters added"
         ]
-        lines += [f"  converted  {layer.name} ({layer.kind})" for layer in self.converted]
-        lines += [f"  left alone {layer.name} ({layer.kind}): {layer.reason}" for layer in self.skipped]
+        lines += [f"  converted  {layer}" for layer in self.converted]
+        lines += [f"  left alone {layer}: {layer.reason}" for layer in self.skipped]
         if self.probe is not None:
             lines.append(
                 f"  on a probe batch, before calibration: relative change {self.probe.relative_change:.2g}, "
                 f"cosine {self.probe.cosine:.5f}"
             )
         return "\n".join(lines)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _spelled(options: dict[str, Any]) -> str:
