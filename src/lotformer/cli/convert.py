@@ -53,6 +53,9 @@ class ConvertSettings(Settings):
         "Width of that window, odd; {text} tokens or {image} patches a side by default.".format(**WINDOW_SIZES),
         at_least=1,
     )
+    max_positions: int | None = setting(
+        None, "Tokens that a text encoder is to read: its learned positions are interpolated.", at_least=1
+    )
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     images: Path | None = setting(None, "Folder of images to calibrate a vision model on, with its sub-folders.")
     model: str | None = setting(None, "Name of the model in timm, if the source is a file of its weights.")
@@ -84,6 +87,7 @@ def convert(
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
         _require_window(settings)
+        out = out if out.name else out.resolve()  # "." has no name to put a draft beside
         root = Path(source) if settings.model is not None else checkpoint_root(source)
         _require_replaceable(out, root, force)
         require_writable(out.parent)
@@ -127,6 +131,8 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
     for name in ("balance", "pivots"):  # other mechanisms have no such options
         if getattr(settings, name) != _default(conversion.convert, name):
             options[name] = getattr(settings, name)
+    if settings.max_positions is not None:
+        options["max_positions"] = settings.max_positions
     if not settings.window:
         options |= {"window": None, "prefix_tokens": 0}
     elif settings.window_size is not None:

@@ -16,6 +16,7 @@ from ..nn.near_keys import WindowKind
 from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
+from .hosts import positions
 from .hosts.sites import Site, Skipped, converted, require_unfolded
 from .hosts.tokens import TokenKind, special_tokens, tokens_before
 from .learning.objectives import fresh_errors
@@ -45,6 +46,7 @@ def convert(
     layers: Sequence[str] | Literal["auto"] | None = None,
     budget: int | None = None,
     probe: Batch | None = None,
+    max_positions: int | None = None,
     **options: Any,
 ) -> ConversionReport:
     """Replace softmax by another mechanism in every bidirectional self-attention of the model, in place.
@@ -65,6 +67,8 @@ def convert(
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
+        max_positions: tokens that a text encoder is to read, where that is more than it has learned positions for:
+            its table of them is interpolated. Between the positions it knows it is less exact than on them.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, 9 × 9 patches, and the `prefix_tokens` they have, Hugging Face's text
             encoders `window="1d"`, 129 tokens: tokens read their neighbours and such special tokens by softmax, which
@@ -77,7 +81,8 @@ def convert(
     Raises:
         TypeError: `model` is not a module.
         ValueError: the model is converted already (revert it first), holds nothing to convert, the mechanism is
-            unknown or refuses its options, or a name in `layers` is not a convertible attention module.
+            unknown or refuses its options, a name in `layers` is not a convertible attention module, or there are no
+            learned positions to interpolate.
     """
     _require_module(model)
     if (layers == "auto") != (budget is not None):
@@ -87,7 +92,7 @@ def convert(
         )
     named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance, "pivots": pivots}
     if layers == "auto":
-        return _convert_all_but(model, mechanism, budget, probe, **named, **options)
+        return _convert_all_but(model, mechanism, budget, probe, max_positions=max_positions, **named, **options)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
     settings = _settings(mechanism, named, options)
@@ -99,6 +104,8 @@ def convert(
     near, towers = _near(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
     _require_window(recipe)
+    if max_positions is not None:
+        recipe = replace(recipe, positions=positions.plan(model, max_positions))
 
     inputs = probe if probe is not None else probing.sample_inputs(model)
     before = probing.output(model, inputs, made_up=probe is None)
@@ -127,6 +134,8 @@ def convert(
         layers=tuple(rows[name] for name in order),
         probe=probing.difference(before, after),
         towers={tokens: dict(own) for tokens, own in recipe.towers.items()},
+        positions=recipe.positions,
+        longest=positions.learned_positions(model),
     )
 
 
@@ -158,7 +167,8 @@ def _convert_all_but(
 def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
     """Give the model its original attention back, exactly; the mechanisms and what they learned are dropped.
 
-    Weights outside the mechanisms are not touched: what fine-tuning changed stays changed.
+    Weights outside the mechanisms are not touched: what fine-tuning changed stays changed. A table of positions that
+    `max_positions` stretched is as it was before, bit for bit, once no layer is converted any more.
 
     Args:
         layers: names of converted attention modules to revert, the others stay converted; None for all.

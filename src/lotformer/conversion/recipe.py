@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from torch import nn
 
+from .hosts.positions import Positions
 from .hosts.sites import record_of, require_converted
 from .hosts.tokens import TokenKind
-from .schema import checked_options
+from .schema import LARGEST_INTEGER, checked_options
 
 VERSION = 2  # since 2, keys inside a window do not count as far away
 
@@ -26,6 +27,7 @@ class Recipe:
         towers: options that differ where a model has layers of texts and of images: for layers that "text" reaches,
             and for those that "image" patches reach. Found by what stands before a layer, not by its name, so that a
             tower loads from the checkpoint of both.
+        positions: how the table of positions was stretched, if it was.
         folded: whether they are in their inference form (`lotformer.fold`).
 
     Raises:
@@ -37,6 +39,7 @@ class Recipe:
     layers: tuple[str, ...] = ()
     folded: bool = False
     towers: Mapping[TokenKind, Mapping[str, Any]] = field(default_factory=dict)
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", checked_options(self.mechanism, self.options))
@@ -64,6 +67,8 @@ class Recipe:
         }
         if self.folded:
             written["folded"] = True
+        if self.positions is not None:
+            written["positions"] = asdict(self.positions)
         if self.towers:
             written["towers"] = {kind: _written(options) for kind, options in self.towers.items()}
         return written
@@ -78,7 +83,7 @@ class Recipe:
                 f"a lotformer recipe of version {VERSION} is expected, got version {written.get('version')!r}: "
                 "the file is not a conversion, or was written by another version of lotformer."
             )
-        if written.keys() - {"folded", "towers"} != {"version", "mechanism", "options", "layers"}:
+        if written.keys() - {"folded", "towers", "positions"} != {"version", "mechanism", "options", "layers"}:
             raise ValueError(
                 f"a lotformer recipe holds version, mechanism, options and layers, got {', '.join(map(str, written))}."
             )
@@ -100,7 +105,7 @@ class Recipe:
         towers = written.get("towers", {})
         if not isinstance(towers, dict) or not all(isinstance(options, dict) for options in towers.values()):
             raise ValueError(f"the towers of a lotformer recipe must be tables of options, got {towers!r}.")
-        return cls(mechanism, options, tuple(layers), folded, towers)
+        return cls(mechanism, options, tuple(layers), folded, towers, _positions(written.get("positions")))
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
@@ -137,6 +142,18 @@ def recipe(model: nn.Module) -> Recipe:
                 "save the parts separately."
             )
     return replace(first, layers=tuple(name for name, _ in found))
+
+
+def _positions(written: object) -> Positions | None:
+    if written is None:
+        return None
+    expected = "the positions of a lotformer recipe must be the tokens trained on and those stretched to"
+    if not isinstance(written, dict) or written.keys() != {"trained", "tokens"}:
+        raise ValueError(f"{expected}, got {written!r}.")
+    numbers = [written["trained"], written["tokens"]]
+    if not all(type(number) is int and 0 < number <= LARGEST_INTEGER for number in numbers) or numbers[0] >= numbers[1]:
+        raise ValueError(f"{expected}, got {written!r}.")
+    return Positions(*numbers)
 
 
 def _written(options: Mapping[str, Any]) -> dict[str, Any]:

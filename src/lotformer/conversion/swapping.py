@@ -14,6 +14,7 @@ from ..attention.folded import FoldedLOT, why_unfoldable
 from ..attention.lot import LOT
 from ..attention.unformed import Projections, why_too_coarse
 from . import hosts
+from .hosts import positions
 from .hosts.grids import Grids
 from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
 from .hosts.tokens import TokenKind, tokens_before
@@ -48,6 +49,8 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
     """Give every site its mechanism; all are built before the first one is placed. Returns them by name."""
     tokens = {site.name: tokens_before(model, site.name) for _, site in sites}
     mechanisms = {site.name: build(recipe, site, tokens[site.name]) for _, site in sites}
+    if recipe.positions is not None:
+        positions.stretch(model, recipe.positions)
     unfolded, grids = replace(recipe, folded=False), Grids(model)
     for host, site in sites:
         mechanism = mechanisms[site.name]
@@ -56,6 +59,8 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
         if recipe.folded:
             fold_module(site.module)
     _tell_hosts(model, [(host, site.module) for host, site in sites], lambda host: host.attach)
+    if recipe.positions is not None:
+        positions.tell_configs(model, recipe.positions)  # which are the model's own now
     return mechanisms
 
 
@@ -135,6 +140,8 @@ def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
     ]
     for _, module in found:
         remove(module)
+    if not converted(model):
+        positions.restore(model)
     _tell_hosts(model, found, lambda host: host.detach)
 
 

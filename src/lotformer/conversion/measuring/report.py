@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..hosts.positions import Positions
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -32,6 +34,7 @@ class Probe:
 class ConversionReport:
     """Layers converted and skipped, parameters added, and how much the output moved on a probe batch.
 
+    `longest` is the number of tokens that the model has learned positions for, `positions` how they were stretched;
     `towers` are options beside `options` where texts, or images, are read, in a model that reads both.
     """
 
@@ -41,6 +44,8 @@ class ConversionReport:
     layers: tuple[Layer, ...]
     probe: Probe | None
     towers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    positions: Positions | None = None
+    longest: int | None = None
 
     @property
     def converted(self) -> tuple[Layer, ...]:
@@ -64,6 +69,16 @@ class ConversionReport:
         ]
         lines += [f"  converted  {layer}" for layer in self.converted]
         lines += [f"  left alone {layer}: {layer.reason}" for layer in self.skipped]
+        if self.positions is not None:
+            lines.append(
+                f"  reads up to {self.positions.tokens:,} tokens: the {self.positions.trained:,} positions it has "
+                "learned are interpolated"
+            )
+        elif self.longest is not None:
+            lines.append(
+                f"  reads up to {self.longest:,} tokens, for which it has learned positions; max_positions=… "
+                "interpolates them for longer texts"
+            )
         if self.probe is not None:
             lines.append(
                 f"  on a probe batch, before calibration: relative change {self.probe.relative_change:.2g}, "
