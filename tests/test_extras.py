@@ -91,6 +91,24 @@ def test_what_needs_no_extra_runs_without(bare):
     assert run(bare, "-c", code).returncode == 0
 
 
+def test_an_extra_brings_what_it_is_for(tmp_path):
+    """Text models are converted, saved and loaded with `text` alone; training names what else it needs."""
+    text = environment(tmp_path / "environment", "text")
+    code = """
+import lotformer, transformers
+sizes = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=20, vocab_size=60)
+model = transformers.BertModel(transformers.BertConfig(**sizes))
+lotformer.convert(model, rank=4)
+model.save_pretrained("converted")
+transformers.AutoModel.from_pretrained("converted")
+lotformer.conversion.save(model, "model.safetensors")
+"""
+    done = run(text, "-c", code)
+    assert done.returncode == 0, done.stderr
+    done = run(text, "-m", "lotformer", "train", "translation")
+    assert "pip install 'lotformer[text,train]'" in done.stdout
+
+
 def test_doctor_prints_what_can_be_typed(bare):
     done = run(bare, "-m", "lotformer", "doctor")
     assert done.returncode == 0

@@ -13,11 +13,11 @@ from packaging.requirements import Requirement
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def environment(folder: Path, *extras: str, without: frozenset[str] = frozenset()) -> Path:
+def environment(folder: Path, *extras: str) -> Path:
     """A folder with lotformer's dependencies, those of the extras, and nothing else; links, so it is made at once."""
     folder.mkdir()
     needed = {"setuptools", *(name for extra in ("", *extras) for name in _requirements("lotformer", extra))}
-    for name in _closure(needed) - without:
+    for name in _closure(needed):
         for path in {Path(file).parts[0] for file in metadata.distribution(name).files or ()}:
             place = Path(str(metadata.distribution(name).locate_file(path)))
             if path not in ("..", "__pycache__") and place.exists() and not (folder / path).exists():
