@@ -8,7 +8,7 @@ import torch
 from lotformer import attention
 from lotformer.attention.diagnose import is_matrix
 from lotformer.attention.masking import zero_padding
-from lotformer.conversion.measuring.couplings import _column_sums
+from lotformer.conversion.measuring.couplings import _Call, _column_sums
 from support.problems import lengths_mask
 
 CASES = [(name, {}) for name in attention.names()]
@@ -30,5 +30,5 @@ def test_they_are_those_of_the_matrix(name, options, masked):
     q, k, v = torch.randn(3, 2, 2, 16, 8)
     columns = zero_padding(torch.eye(16).expand(2, 2, 16, 16), mask)
     matrix = mechanism.forward(q, k, columns, mask, mask, grid=None)
-    found = _column_sums(mechanism, q, k, v, mask, mask, None)
+    found = _column_sums(mechanism, _Call(q, k, v, mask, mask))
     torch.testing.assert_close(found, matrix.sum(-2), rtol=1e-4, atol=1e-4)
