@@ -196,17 +196,19 @@ class TestConvertCommand:
         assert run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)[0] == 0, "an empty folder may be filled"
         (out / "mine.txt").write_text("precious")
         before = sorted(path.name for path in out.iterdir())
-        code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0)
-        assert code == 1
-        assert f"{out} exists: give --force to replace it, or another --out" in said
-        assert sorted(path.name for path in out.iterdir()) == before
+        for force, reason in (([], f"{out} exists: give --force to replace it, or another --out"),
+                              (["--force"], f"{out} holds mine.txt, which no conversion writes")):  # fmt: skip
+            code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, *force)
+            assert code == 1
+            assert reason in said
+            assert sorted(path.name for path in out.iterdir()) == before
+        (out / "mine.txt").unlink()
         code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, "--force")
         assert code == 0, said
-        assert not (out / "mine.txt").exists()
 
     def test_force_replaces_checkpoints_only(self, checkpoint, tmp_path):
         """`--out ~ --force` is a slip, not a wish."""
-        for out, reason in ((tmp_path / "work", "is not a checkpoint"), (tmp_path, "is not a checkpoint")):
+        for out, reason in ((tmp_path / "work", "is no converted checkpoint"), (tmp_path, "holds the checkpoint")):
             out.mkdir(exist_ok=True)
             (out / "mine.txt").write_text("precious")
             code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, "--force")

@@ -13,11 +13,13 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import conversion
-from .._files import require_writable, write_text
+from .._files import new_folder, require_writable, write_text
 from .._settings import Settings, setting
 from ..conversion.api import WINDOW_SIZES
 from ..conversion.measuring.fidelity import fidelity
-from ..data.checkpoints import checkpoint_root
+from ..conversion.saving import is_saved
+from ..data.checkpoint_files import foreign
+from ..data.checkpoints import checkpoint_root, encoder_part
 from ..results.tables import Table
 from .settings import with_settings
 from .subjects import Subject, open_subject
@@ -76,7 +78,7 @@ def convert(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace --out if it is an earlier conversion.")] = False,
 ) -> None:
     """Swap the attention of a trained model, calibrate it, and save it as a checkpoint that loads as usual.
 
@@ -88,13 +90,15 @@ def convert(
     with one_clear_error(console, f"Cannot convert {source}"):
         _require_window(settings)
         out = out if out.name else out.resolve()  # "." has no name to put a draft beside
-        root = Path(source) if settings.model is not None else checkpoint_root(source)
-        _require_replaceable(out, root, force)
+        _require_replaceable(out, _read_from(source, settings), force)
         require_writable(out.parent)
-        subject, table = _convert(console, source, out, settings)
-        subject.save(out)
-        if table is not None:
-            write_text(table.markdown() + "\n", out / _PAGE)
+        progress = out.parent / f".{out.name}.calibration"
+        subject, table = _convert(console, source, progress, settings)
+        with new_folder(out) as draft:
+            subject.fill(draft)
+            if table is not None:
+                write_text(table.markdown() + "\n", draft / _PAGE)
+        progress.unlink(missing_ok=True)
     say(console, f"Saved to {out}; load it with {subject.how_to_load}.")
 
 
@@ -107,19 +111,41 @@ def _require_window(settings: ConvertSettings) -> None:
         raise ValueError(f"--window-size must be odd, so that a token is in the middle; got {settings.window_size}.")
 
 
-def _require_replaceable(out: Path, root: Path, force: bool) -> None:
-    """What is replaced is gone: only a checkpoint may be, only by force, and never a folder that holds the source."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+def _read_from(source: str, settings: ConvertSettings) -> Path:
+    """The file, or the folder of the encoder, that is to be converted."""
+    if settings.model is not None:
+        return Path(source)
+    root = checkpoint_root(source)
+    return root / encoder_part(root)
+
+
+def _require_replaceable(out: Path, source: Path, force: bool) -> None:
+    """What is replaced is gone: only an earlier conversion may be, only by force, and never with the source inside.
+
+    Nothing may be in it that no conversion writes: somebody has put it there.
+    """
+    if out.is_symlink():
+        raise ValueError(f"{out} is a link to {out.readlink()}: give that folder itself, or another --out.")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file: give a folder as --out.")
+    if source.exists() and any(out.samefile(place) for place in (source, *source.resolve().parents)):
+        raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
+    if not any(out.iterdir()):
         return
     if not force:
         raise ValueError(f"{out} exists: give --force to replace it, or another --out.")
-    if not any((out / name).is_file() for name in ("config.json", "modules.json", _PAGE)):
-        raise ValueError(f"{out} is not a checkpoint, and --force replaces nothing else: give another --out.")
-    if out.resolve() in root.resolve().parents:
-        raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
+    if not is_saved(out):
+        raise ValueError(f"{out} is no converted checkpoint, and --force replaces nothing else: give another --out.")
+    if (stray := foreign(out)) is not None:
+        raise ValueError(
+            f"{out} holds {stray.relative_to(out)}, which no conversion writes and which would be deleted: move it "
+            "away, or give another --out."
+        )
 
 
-def _convert(console: Console, source: str, out: Path, settings: ConvertSettings) -> tuple[Subject, Table | None]:
+def _convert(console: Console, source: str, progress: Path, settings: ConvertSettings) -> tuple[Subject, Table | None]:
     import torch
 
     torch.manual_seed(settings.seed)
@@ -142,7 +168,6 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
     if before is None:
         return subject, None
     before.add("converted", 0.0)
-    progress = out.parent / f".{out.name}.calibration"
     with progress_bar(console) as listen:
 
         def show(what: str) -> Callable[[int, int, float], None]:
@@ -164,7 +189,6 @@ def _convert(console: Console, source: str, out: Path, settings: ConvertSettings
             )  # fmt: skip
             say(console, str(tuned))
             before.add("fine-tuned", tuned.seconds)
-    progress.unlink(missing_ok=True)
     table = before.table()
     show_table(console, table)
     return subject, table

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import conversion
 from .._reading import read_lines
 from ..data.batches import Batch, call, main_tensor, pooled
-from ..data.checkpoints import checkpoint_root, encoder_part, save_like
+from ..data.checkpoints import checkpoint_root, encoder_part, fill_like
 from ..data.images import open_image
 from ..data.prose import python_reference
 from ..data.text import load_tokenizer, text_batches
@@ -26,7 +26,8 @@ _HELD = 128  # inputs to compare on, at most
 class Subject:
     """A model to convert. `body` is the part that is converted and taught, `held` what it is compared on.
 
-    `translate` turns the held-back texts into another language; None if the model does not.
+    `translate` turns the held-back texts into another language; None if the model does not. `fill` saves the model into
+    a folder, with what came with it.
     """
 
     model: Any
@@ -34,7 +35,7 @@ class Subject:
     learned: Sequence[Batch]
     held: Sequence[Batch]
     translate: Callable[[], list[str]] | None
-    save: Callable[[Path], None]
+    fill: Callable[[Path], None]
     how_to_load: str
 
     @property
@@ -64,7 +65,9 @@ def open_subject(
         return _timm(Path(source), model, images, size, steps)
     root = checkpoint_root(source)
     loaded, kind = _hugging_face(root / encoder_part(root))
-    if getattr(loaded, "main_input_name", "") == "pixel_values":
+    fill: Callable[[Path], None] = lambda out: fill_like(root, loaded, out)  # noqa: E731  beside others of its kind
+    takes = getattr(loaded, "main_input_name", "input_ids")
+    if takes == "pixel_values":
         processor: Any = kind.AutoImageProcessor.from_pretrained(str(root)) if steps else None
         wanted = {} if size is None else {"size": {"height": size, "width": size}}
 
@@ -72,11 +75,17 @@ def open_subject(
             return processor(open_image(file), return_tensors="pt", **wanted)["pixel_values"][0]
 
         learned, held = _apart([{"pixel_values": batch} for batch in _image_batches(images, picture, steps)])
-        save: Callable[[Path], None] = lambda out: loaded.save_pretrained(out)  # noqa: E731  three of these side by side
-        return Subject(loaded, loaded, learned, held, None, save, _with_transformers(loaded))
+        return Subject(loaded, loaded, learned, held, None, fill, _with_transformers(loaded))
+    body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
+    if takes != "input_ids":
+        if steps:
+            raise ValueError(
+                f"{type(loaded).__name__} takes {takes}, and here models learn from texts or images: give --steps 0 to "
+                "convert only, then calibrate the result in Python, `lotformer.calibrate(model, batches)`."
+            )
+        return Subject(loaded, body, [], [], None, fill, _with_transformers(loaded))
     tokenizer = load_tokenizer(root / encoder_part(root))
     learned_texts, held_texts = _texts(texts) if steps else ([], [])
-    body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
     learned, held = (_tokenized(tokenizer, part, loaded) for part in (learned_texts, held_texts[:_HELD]))
 
     def translate() -> list[str]:
@@ -93,7 +102,7 @@ def open_subject(
         learned,
         held,
         translate if translates else None,
-        lambda out: save_like(root, loaded, out),
+        fill,
         _with_transformers(loaded),
     )
 
@@ -145,11 +154,10 @@ def _timm(weights: Path, name: str, images: Path | None, size: int | None, steps
     transform = timm.data.create_transform(**config)
     learned, held = _apart(_image_batches(images, lambda file: transform(open_image(file)), steps))
 
-    def save(out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
+    def fill(out: Path) -> None:
         conversion.save(model, out / "model.safetensors")
 
-    return Subject(model, model, learned, held, None, save, f"lotformer.conversion.load(model, …), model a {name}")
+    return Subject(model, model, learned, held, None, fill, f"lotformer.conversion.load(model, …), model a {name}")
 
 
 def _image_batches(

@@ -6,6 +6,7 @@ need none of this: `save_pretrained` and `from_pretrained` carry both.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from .._extras import needed_for
 from .._files import new_file
+from ..data.checkpoint_files import module_folders
 from . import hosts
 from .api import choose
 from .hosts.sites import MECHANISM, converted
@@ -38,6 +40,24 @@ def save(model: nn.Module, path: str | Path) -> None:
             save_model(model, str(draft), metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}.") from error
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder holds a converted model, saved by `save_pretrained` or as the model.safetensors of `save`."""
+    from safetensors import SafetensorError, safe_open
+
+    place = folder / module_folders(folder)[0]
+    try:
+        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        if isinstance(config, dict) and _KEY in config:
+            return True
+    except (OSError, ValueError, RecursionError):
+        pass  # plain models have none, others no such key
+    try:
+        with safe_open(str(place / "model.safetensors"), framework="pt") as file:
+            return _KEY in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def load(model: nn.Module, path: str | Path) -> None:

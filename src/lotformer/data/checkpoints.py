@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from .._files import new_folder
+from .checkpoint_files import companions, module_folders, modules_beside, require_own_files
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_*_config.json")
 
 
 def checkpoint_root(source: str | Path) -> Path:
     """The folder of a Hugging Face or sentence-transformers checkpoint: a path, or a package with a `MODEL_DIR`.
 
     Raises:
-        ValueError: there is none; for what may be an id of the Hugging Face Hub, with how to download it.
+        ValueError: there is none; for what may be an id of the Hugging Face Hub, with how to download it. Or it leads
+            to files outside of its folder.
     """
     path = Path(source).expanduser()
     if not path.is_dir():
@@ -36,6 +36,7 @@ def checkpoint_root(source: str | Path) -> Path:
             raise ValueError(f"{name} is neither a folder nor an installed package.")
     if not (path / encoder_part(path) / "config.json").is_file():
         raise ValueError(f"there is no config.json in {path}: not a Hugging Face checkpoint.")
+    require_own_files(path)
     return path
 
 
@@ -47,27 +48,29 @@ def checkpoint_folder(source: str | Path) -> Path:
 
 def encoder_part(root: Path) -> str:
     """Where below its root a sentence-transformers checkpoint keeps the encoder; "" for the root itself."""
-    modules = root / "modules.json"
-    return json.loads(modules.read_text(encoding="utf-8"))[0]["path"] if modules.is_file() else ""
+    return module_folders(root)[0]
 
 
 def save_like(root: Path, model: Any, folder: Path) -> None:
-    """Save a Hugging Face model with the tokenizer of the checkpoint it came from, `root`.
+    """Save a Hugging Face model with all that came with the checkpoint it is from, `root`.
 
-    What makes a sentence encoder of a checkpoint is kept: modules.json, pooling, normalisation, maximal length. The
-    folder appears whole, and takes the place of an older one.
+    The folder appears whole, and takes the place of an older one.
     """
-    from transformers import AutoTokenizer
-
-    part = encoder_part(root)
     with new_folder(folder) as draft:
-        model.save_pretrained(draft / part)
-        # read again: one that has been used remembers how it padded and cut
-        AutoTokenizer.from_pretrained(str(root / part)).save_pretrained(draft / part)
-        for pattern in _SENTENCE_FILES:
-            for path in (*root.glob(pattern), *(root / part).glob(pattern)):
-                shutil.copyfile(path, draft / path.relative_to(root))
-        if (root / "modules.json").is_file():
-            for module in json.loads((root / "modules.json").read_text(encoding="utf-8"))[1:]:
-                if module["path"] and (root / module["path"]).is_dir():
-                    shutil.copytree(root / module["path"], draft / module["path"], copy_function=shutil.copyfile)
+        fill_like(root, model, draft)
+
+
+def fill_like(root: Path, model: Any, draft: Path) -> None:
+    """Save a Hugging Face model into a folder, with tokenizer and processors of the checkpoint it came from, `root`.
+
+    They are copied as they are: one that has been used remembers how it padded and cut. So is what makes a sentence
+    encoder of a checkpoint: modules.json, pooling, normalisation, maximal length.
+    """
+    require_own_files(root)
+    model.save_pretrained(draft / encoder_part(root))
+    for path in companions(root):
+        place = draft / path.relative_to(root)
+        if not place.exists():  # the model knows its own generation config
+            shutil.copyfile(path, place)
+    for folder in modules_beside(root):
+        shutil.copytree(folder, draft / folder.relative_to(root), copy_function=shutil.copyfile)
