@@ -85,9 +85,7 @@ class TestShapes:
     def test_of_a_checkpoint(self, folder):
         path = folder(lambda recipe: recipe | {"options": recipe["options"] | {"rank": 2**20}})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(
-            ValueError, match=r"recipe and weights in .* disagree: .*points.* has the shape \(3, 5, 8\)"
-        ):
+        with pytest.raises(ValueError, match=r"recipe and weights in .* disagree: .*pivots.* has the shape \(3, 5"):
             transformers.BertModel.from_pretrained(path)
         # one mechanism of this rank takes 96 MiB; kilobytes on Linux
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000

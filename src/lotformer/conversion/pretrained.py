@@ -7,16 +7,16 @@ This is the one place where lotformer extends another library's class. transform
   model could no longer be loaded in 8 bits), a sub-model's is not read, `from_config` runs none, and where lotformer
   is missing transformers warns and goes on.
 
-So three methods of `PreTrainedModel` do a little more than before, and only for models that are converted or whose
-config asks for it: `post_init`, the end of every constructor, builds the mechanisms; `_initialize_weights` gives those
-that no checkpoint holds their first values; `save_pretrained` writes the recipe, whichever part was converted.
+So four methods of `PreTrainedModel` do a little more than before, and only for models that are converted or whose
+config asks for it: `post_init`, the end of every constructor, builds the mechanisms; `_load_pretrained_model` compares
+them with the files it is given; `_initialize_weights` gives those that no checkpoint holds their first values;
+`save_pretrained` writes the recipe, whichever part was converted, and the function it calls the checksums of tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from pathlib import Path
+import inspect
 from typing import Any
 
 from torch import nn
@@ -29,8 +29,9 @@ from .hosts import configs
 from .hosts.huggingface import register
 from .hosts.sites import MECHANISM, Site, converted, is_folded, record_of
 from .hosts.tokens import tokens_before
+from .pretrained_files import expect_fresh, require_complete, require_fitting_files, seal_saved_files, sealing
 from .recipe import Recipe
-from .swapping import Located, build_on_meta, put_in, remove, supply_grids
+from .swapping import Located, put_in, remove, supply_grids
 
 _NEW = rf"(^|\.){MECHANISM}\."
 """Names of what a conversion adds, as transformers looks for them."""
@@ -44,7 +45,7 @@ def install() -> None:
     # `from_pretrained` gives a config those of its arguments that configs have
     setattr(PreTrainedConfig, configs.OPTIONS, None)
     post_init, initialize = PreTrainedModel.post_init, PreTrainedModel._initialize_weights
-    save = PreTrainedModel.save_pretrained
+    save, load = PreTrainedModel.save_pretrained, PreTrainedModel._load_pretrained_model
 
     @functools.wraps(post_init)
     def post_init_then_convert(self: PreTrainedModel) -> None:
@@ -66,13 +67,29 @@ def install() -> None:
     def settle_then_save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if converted(self) or configs.is_inscribed(self.config):
             configs.settle(self)
+            with sealing():
+                return save(self, *args, **kwargs)
         return save(self, *args, **kwargs)
+
+    @functools.wraps(load)
+    def compare_then_load(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load).bind(*args, **kwargs).arguments
+        model: PreTrainedModel = given["model"]
+        if not (converted(model) or hasattr(model.config, configs.RECIPE)):
+            return load(*args, **kwargs)
+        quantized = getattr(given.get("load_config"), "is_quantized", False)
+        require_fitting_files(model, given.get("checkpoint_files") or (), any_dtype=quantized)
+        result = load(*args, **kwargs)
+        require_complete(model, result[0])
+        return result
 
     # replacing methods of another library's class is the point here, and what mypy warns of
     post_init_then_convert._lotformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_then_convert  # type: ignore[method-assign]
     PreTrainedModel._initialize_weights = initialize_mechanisms_too  # type: ignore[method-assign]
     PreTrainedModel.save_pretrained = settle_then_save  # type: ignore[method-assign]
+    PreTrainedModel._load_pretrained_model = staticmethod(compare_then_load)  # type: ignore[method-assign]
+    seal_saved_files()
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -93,6 +110,7 @@ def restore(model: PreTrainedModel) -> None:
         recipe = default_recipe(model, sites, options or {})
         # a plain checkpoint cannot hold them: no report of missing weights
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), _NEW}
+        expect_fresh(model)
     else:
         recipe = _read(model, written)
         if asked not in (configs.IMPLEMENTATION, configs.SAVED) and not configs.is_inscribed(config):
@@ -101,14 +119,15 @@ def restore(model: PreTrainedModel) -> None:
                 f"{recipe.mechanism!r}. Load it without `attn_implementation`; `lotformer.revert(model)` then gives "
                 "softmax back."
             )
-        every = [(host, item) for host, item in hosts.find(model, frozenset(recipe.layers)) if isinstance(item, Site)]
-        sites = [(host, site) for host, site in every if recipe.names(site.name)]
-        _require_named(model, recipe, [site.name for _, site in every if not recipe.names(site.name)])
+        found = hosts.find(model, frozenset(recipe.layers))
+        sites = [(host, item) for host, item in found if isinstance(item, Site) and recipe.names(item.name)]
     _forget_other_choices(model, recipe, sites)
     fresh = [(host, site) for host, site in sites if record_of(site.module) is None]
     if fresh:
-        _require_fit(model, recipe, fresh)
-        put_in(model, recipe, fresh)
+        try:
+            put_in(model, recipe, fresh)
+        except ValueError as error:
+            raise ValueError(f"{_place(model)}: {error}") from error
     elif converted(model):
         supply_grids(model)
         configs.settle(model)
@@ -142,8 +161,12 @@ def _read(model: PreTrainedModel, written: object) -> Recipe:
     try:
         return Recipe.from_dict(written)
     except ValueError as error:
-        place = model.config.name_or_path or type(model.config).__name__
-        raise ValueError(f"the key {configs.RECIPE!r} in the config of {place}: {error}") from error
+        raise ValueError(f"{_place(model)}: {error}") from error
+
+
+def _place(model: PreTrainedModel) -> str:
+    config: Any = model.config
+    return f"the key {configs.RECIPE!r} in the config of {config.name_or_path or type(config).__name__}"
 
 
 def _every_site(model: PreTrainedModel) -> list[Located]:
@@ -153,47 +176,6 @@ def _every_site(model: PreTrainedModel) -> list[Located]:
     if is_part and not any(isinstance(item, Site) for _, item in found):
         return []  # the decoder of an encoder–decoder, the text half of CLIP: the other half may have some
     return choose(model, found, None)[0]
-
-
-def _require_named(model: PreTrainedModel, recipe: Recipe, others: list[str]) -> None:
-    """The weights beside a recipe hold no mechanism of a layer that it leaves to softmax."""
-    for name in _shapes(model):
-        layer = name.partition(f".{MECHANISM}.")[0]
-        if any(replace(recipe, layers=(layer,)).names(other) for other in others):
-            raise ValueError(
-                f"recipe and weights in {model.config.name_or_path} disagree: the file holds {name}, but the recipe "
-                "does not name its layer."
-            )
-
-
-def _require_fit(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
-    """The mechanisms of a recipe have the shapes of the weights beside it. Compared before anything is allocated."""
-    shapes = _shapes(model)
-    for site, mechanism in build_on_meta(model, recipe, sites).items():
-        for part, tensor in mechanism.state_dict().items():
-            end = f"{site}.{MECHANISM}.{part}"
-            for name, shape in shapes.items():
-                if name.endswith(end) and shape != tuple(tensor.shape):
-                    raise ValueError(
-                        f"recipe and weights in {model.config.name_or_path} disagree: {name} has the shape {shape} in "
-                        f"the file, but {tuple(tensor.shape)} by the recipe."
-                    )
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The shapes of the mechanisms' weights in the folder that a model is loaded from; none if there is no folder."""
-    from safetensors import SafetensorError, safe_open
-
-    folder = Path(model.config.name_or_path or "")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")) if model.config.name_or_path and folder.is_dir() else ():
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                names = [name for name in file.keys() if f".{MECHANISM}." in name]  # noqa: SIM118  not a dict
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        except (SafetensorError, OSError):
-            continue  # transformers reads it next and says what is wrong
-    return shapes
 
 
 install()

@@ -1,7 +1,7 @@
 """Save and load converted models that have no `save_pretrained` of their own: timm's and plain PyTorch ones.
 
-A file holds the whole state dict (safetensors) and, as metadata, the recipe of the conversion. Hugging Face models
-need none of this: `save_pretrained` and `from_pretrained` carry both.
+A file holds the whole state dict (safetensors) and, as metadata, the recipe of the conversion and the checksums of all
+tensors. Hugging Face models need none of this: `save_pretrained` and `from_pretrained` carry both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .._extras import needed_for
 from .._files import new_file
@@ -19,6 +20,7 @@ from . import hosts
 from .api import choose
 from .hosts.sites import MECHANISM, converted
 from .recipe import Recipe, recipe
+from .sealing import require_undamaged, sealed
 from .swapping import Located, Snapshot, build_on_meta, put_in, take_out
 
 _KEY = "lotformer"
@@ -34,7 +36,7 @@ def save(model: nn.Module, path: str | Path) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_model
 
-    metadata = {_KEY: recipe(model).to_json()}
+    metadata = sealed(model.state_dict(), {_KEY: recipe(model).to_json()})
     try:
         with new_file(Path(path)) as draft:
             save_model(model, str(draft), metadata=metadata)
@@ -63,15 +65,15 @@ def is_saved(folder: Path) -> bool:
 def load(model: nn.Module, path: str | Path) -> None:
     """Convert a freshly built model as the file says, in place, and load its weights: outputs are bit-for-bit the same.
 
-    The file is compared with the model before anything is allocated or changed: if it does not fit, the model stays
-    as it is.
+    The file is compared with the model, and with its checksums, before anything is allocated or changed: if it does not
+    fit, the model stays as it is.
 
     Raises:
-        ValueError: the file cannot be read, is no saved conversion, or does not fit the model.
+        ValueError: the file cannot be read, is damaged, is no saved conversion, or does not fit the model.
     """
     with needed_for("a conversion cannot be loaded"):
         from safetensors import SafetensorError, safe_open
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file
 
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: load into a freshly built model.")
@@ -80,46 +82,61 @@ def load(model: nn.Module, path: str | Path) -> None:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
+        state = load_file(str(path))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
     if _KEY not in metadata:
         raise ValueError(f"{path} holds weights but no conversion: it was not written by `lotformer.conversion.save`.")
+    require_undamaged(path, metadata, state, state.__getitem__)
     try:
         written = Recipe.from_json(metadata[_KEY])
         sites, _ = choose(model, hosts.find(model, frozenset(written.layers)), written.layers)
-        _require_fit(model, written, sites, shapes)
+        _require_fit(model, written, sites, state)
     except ValueError as error:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {error}") from error
     before = Snapshot(site.module for _, site in sites)
-    put_in(model, written, sites)
     try:
-        load_model(model, str(path))
-    except Exception:
+        put_in(model, written, sites)
+        model.load_state_dict(state, strict=False)  # tied weights are written once; nothing else is missing
+    except BaseException:
         take_out(model)
         before.restore()
         raise
 
 
-def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], shapes: dict[str, Any]) -> None:
-    """Every tensor of the converted model is in the file, in its shape, and nothing else is."""
+def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], found: dict[str, Tensor]) -> None:
+    """Every tensor of the converted model is in the file, in its shape and of its kind, and nothing else is."""
     mechanisms = build_on_meta(model, written, sites)
-    state = model.state_dict()
+    state: dict[str, Tensor] = model.state_dict()
     if written.folded:
         state = _without_projections(model, sites)
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    expected = dict(state)
     for site, mechanism in mechanisms.items():
         for name, tensor in mechanism.state_dict().items():
-            expected[".".join(filter(None, (site, MECHANISM, name)))] = tuple(tensor.shape)
-    for name, shape in shapes.items():
+            expected[".".join(filter(None, (site, MECHANISM, name)))] = tensor
+    for name, tensor in found.items():
         if name not in expected:
             raise ValueError(f"the file holds {name}, the converted model does not.")
-        if shape != expected[name]:
-            raise ValueError(f"{name} has the shape {shape} in the file, {expected[name]} in the converted model.")
-    kept = {state[name].data_ptr() for name in shapes if name in state}
-    for name in expected.keys() - shapes.keys():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)} in the file, {tuple(expected[name].shape)} in the "
+                "converted model."
+            )
+        if not same_kind(tensor.dtype, expected[name].dtype):
+            raise ValueError(f"{name} is {tensor.dtype} in the file, {expected[name].dtype} in the converted model.")
+    kept: dict[int, str] = {}
+    for name in found.keys() & state.keys():
+        first = kept.setdefault(state[name].data_ptr(), name)
+        if state[name].numel() and not torch.equal(found[first], found[name]):
+            raise ValueError(f"{first} and {name} are one tensor in the model, but two in the file.")
+    for name in expected.keys() - found.keys():
         if name not in state or state[name].data_ptr() not in kept:  # tied weights are written once
             raise ValueError(f"the file does not hold {name}, which the converted model needs.")
+
+
+def same_kind(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether numbers of one dtype may stand for those of another: floats of any width, else the very same."""
+    return here == there or (here.is_floating_point and there.is_floating_point)
 
 
 def _without_projections(model: nn.Module, sites: list[Located]) -> dict[str, Any]:
