@@ -79,6 +79,56 @@ class TestStrangers:
         assert torch.equal(output(model, batch), before)
 
 
+SENSELESS = {
+    "a negative tolerance": ({"tol": -1.0}, "tol must be a number between 0 and 1"),
+    "a tolerance of one": ({"tol": 1.0}, "tol must be a number between 0 and 1"),
+    "a huge scale": ({"scale": 1e300}, "scale must be of a size between 1e-06 and 1e"),
+    "a scale of zero": ({"scale": 0.0}, "scale must be above 0"),
+    "a huge eps": ({"eps": 1e308}, "eps must be between 1e-06 and 1e"),
+    "a tiny eps": ({"eps": 1e-308}, "eps must be between 1e-06"),
+    "no sweep": ({"iters": 0}, "iters must be at least 1"),
+    "an unknown backend": ({"backend": "nonsense"}, "backend must be None or one of 'cpu', 'triton', 'reference'"),
+    "a tiny temperature": ({"mass_temperature": 1e-300}, "mass_temperature must be between"),
+    "a huge beta": ({"prefix_tokens": 1, "prefix_beta": 1e300}, "prefix_beta must be between"),
+    "a huge power": (
+        {"prefix_tokens": 1, "polarize_prefix": True, "prefix_beta": 1.0, "polarize_powers": [1e300, 1.0]},
+        "the powers of polarisation must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SENSELESS)
+class TestSenseless:
+    """Of the right type, but no forward can run with it."""
+
+    def test_in_a_layer(self, kind):
+        options, message = SENSELESS[kind]
+        with pytest.raises(ValueError, match=message):
+            lotformer.LOTAttention(24, 3, **options)
+
+    def test_in_a_config(self, kind, folder):
+        options, message = SENSELESS[kind]
+        path = folder(lambda recipe: recipe | {"options": recipe["options"] | options})
+        with pytest.raises(ValueError, match=rf"'lotformer' in the config of .*{message}"):
+            transformers.BertModel.from_pretrained(path)
+
+    def test_in_a_file(self, kind, tmp_path):
+        options, message = SENSELESS[kind]
+        model, path, batch = torch_encoder(), tmp_path / "model.safetensors", torch.randn(2, 9, 24)
+        lotformer.convert(model, rank=5)
+        conversion.save(model, path)
+        with safe_open(path, "pt") as file:
+            recipe = json.loads(file.metadata()["lotformer"])
+        recipe["options"] |= options
+        save_file(load_file(path), path, {"lotformer": json.dumps(recipe)})
+        fresh = torch_encoder()
+        before = output(fresh, batch)
+        with pytest.raises(ValueError, match=message):
+            conversion.load(fresh, path)
+        assert torch.equal(output(fresh, batch), before)
+        assert not any(".mechanism" in name for name, _ in fresh.named_modules())
+
+
 class TestShapes:
     """The recipe asks for mechanisms that are not the ones in the file: refused before they are built."""
 

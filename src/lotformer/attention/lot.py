@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.checks import require_count, require_positive
+from ..nn.checks import require_count, require_moderate
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
 from ..nn.near_keys import NearKeys, WindowKind, window_cost
@@ -21,6 +22,7 @@ from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.attention import drop_keys
+from ..ops.backends import BACKENDS
 from ..ops.precision import no_autocast
 from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
@@ -46,7 +48,11 @@ class LOT(Attention):
     def __init__(self, head_dim: int, num_heads: int, *, dropout: float = 0.0, **options: Unpack[LOTOptions]) -> None:
         super().__init__(head_dim, num_heads)
         o = cast(LOTOptions, with_defaults(LOTOptions, options))
-        require_positive("eps", o["eps"])
+        require_moderate("eps", o["eps"])
+        if o["scale"] is not None:
+            require_moderate("scale", o["scale"], signed=True)
+        _require_tolerance(o["tol"])
+        _require_backend(o["backend"])
         _require_one_of("solver", o["solver"], Solver)
         _require_one_of("balance", o["balance"], Balance)
         _require_one_of("pivots", o["pivots"], PivotKind)
@@ -436,6 +442,18 @@ def _left_over(share: Tensor | None, query_mask: Tensor | None) -> Tensor | None
     if query_mask is not None:
         left = left.masked_fill(~query_mask[:, None], 0.0)
     return left / left.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
+def _require_tolerance(tol: Any) -> None:
+    number = isinstance(tol, Real) and not isinstance(tol, bool)
+    if tol is not None and not (number and 0 < tol < 1):
+        raise ValueError(f"tol must be a number between 0 and 1, or None for fixed passes, got {tol!r}.")
+
+
+def _require_backend(name: Any) -> None:
+    known = [backend.name for backend in BACKENDS]
+    if name is not None and name not in known:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {name!r}.")
 
 
 def _require_one_of(name: str, value: str, kind: Any) -> None:

@@ -6,6 +6,9 @@ import math
 from numbers import Real
 from typing import Any
 
+LEAST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
+"""Scores are multiplied and divided by a few factors; products of those within these bounds stay finite in fp32."""
+
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
     """Refuse anything but an integer of at least `least`: `rank=8.0` would fail later, far from where it was said."""
@@ -21,3 +24,11 @@ def require_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise ValueError(f"{name} must be {'at least' if or_zero else 'above'} 0, got {value!r}.")
+
+
+def require_moderate(name: str, value: Any, *, signed: bool = False) -> None:
+    """Refuse factors that fp32 scores do not survive, and what is no number at all."""
+    require_positive(name, abs(value) if signed and isinstance(value, Real) and not isinstance(value, bool) else value)
+    if not LEAST_FACTOR <= abs(value) <= LARGEST_FACTOR:
+        size = "of a size " if signed else ""
+        raise ValueError(f"{name} must be {size}between {LEAST_FACTOR:g} and {LARGEST_FACTOR:g}, got {value!r}.")

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .checks import require_count, require_positive
+from .checks import require_count, require_moderate
 from .undecayed import Undecayed
 
 PivotInit = Literal["small", "unit", "data"]
@@ -38,7 +38,7 @@ class PivotMeasure(nn.Module):
     ) -> None:
         super().__init__()
         require_count("rank", rank)
-        require_positive("mass_temperature", mass_temperature)
+        require_moderate("mass_temperature", mass_temperature)
         if init not in get_args(PivotInit):
             raise ValueError(f"init must be one of {', '.join(map(repr, get_args(PivotInit)))}, got {init!r}.")
         self.rank = rank

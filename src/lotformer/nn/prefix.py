@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from ..ops import cpu
 from ..ops.precision import no_autocast
-from .checks import require_positive
+from .checks import require_moderate
 from .padding import zero_padding
 from .softmax import fused_softmax
+
+_LARGEST_POWER = 8  # of scores of thousands, in fp32
 
 
 class PrefixRows(nn.Module):
@@ -32,9 +34,11 @@ class PrefixRows(nn.Module):
     ) -> None:
         super().__init__()
         if beta is not None:
-            require_positive("prefix_beta", beta)
-        if min(powers) <= 0:
-            raise ValueError(f"the powers of polarisation must be above 0, got {powers}.")
+            require_moderate("prefix_beta", beta)
+        if len(powers) != 2 or not all(0 < power <= _LARGEST_POWER for power in powers):
+            raise ValueError(
+                f"the powers of polarisation must be two numbers above 0, at most {_LARGEST_POWER}, got {powers}."
+            )
         self.beta = beta
         self.polarize = polarize
         self.powers = powers
