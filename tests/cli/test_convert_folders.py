@@ -103,6 +103,12 @@ class TestWhatForceReplaces:
         assert code == 1
         assert f"is a link to {real}" in said
 
+    @pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point")
+    def test_no_mount_point(self, checkpoint):
+        code, said = run(checkpoint, "--out", "/proc", "--rank", 4, "--steps", 0, "--force")
+        assert code == 1
+        assert "/proc is a mount point" in said
+
     def test_an_earlier_conversion(self, checkpoint, vision, tmp_path):
         out = tmp_path / "out"
         for source, kind in (
@@ -142,6 +148,18 @@ class TestStrangersModules:
         assert contents(tmp_path) == before
         assert code == 1
         assert "modules.json: the path" in said
+        assert "leads out of the checkpoint" in said
+
+    def test_nor_does_the_encoders(self, checkpoint, tmp_path):
+        """It was written to the path, as seen from --out."""
+        root, victim = tmp_path / "root", tmp_path / "deep" / "checkpoint"
+        root.mkdir()
+        victim.mkdir(parents=True)
+        (victim / "model.safetensors").write_text("precious")
+        (root / "modules.json").write_text('[{"path": "../checkpoint"}]')
+        code, said = run(root, "--out", tmp_path / "deep" / "out", "--rank", 4, "--steps", 0)
+        assert contents(victim) == {"model.safetensors": b"precious"}
+        assert code == 1
         assert "leads out of the checkpoint" in said
 
     @pytest.mark.parametrize("place", ["1_Pooling/secret.json", "1_Pooling", "1_Pooling/deeper", "vocab.txt"])

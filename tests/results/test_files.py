@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,77 @@ def test_a_folder_that_fails_on_the_way_leaves_the_old_one(tmp_path):
         (draft / "other").write_text("new")
     assert [path.name for path in folder.iterdir()] == ["other"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+DIES_BETWEEN_TWO_RENAMES = """
+import os, signal, sys
+from pathlib import Path
+from lotformer._files import new_folder
+rename = Path.rename
+def last(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = last
+with new_folder(Path(sys.argv[1])) as draft:
+    (draft / "weights").write_text("new")
+"""
+
+WAITS = """
+import sys
+from pathlib import Path
+from lotformer._files import new_folder
+with new_folder(Path(sys.argv[1])) as draft:
+    (draft / "weights").write_text("slow")
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+needs_signals = pytest.mark.skipif(os.name != "posix", reason="kill -9")
+
+
+@needs_signals
+def test_a_folder_whose_replacement_was_killed_comes_back(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights").write_text("old")
+    process = subprocess.run([sys.executable, "-c", DIES_BETWEEN_TWO_RENAMES, str(folder)])
+    assert process.returncode == -signal.SIGKILL
+    assert not folder.exists()
+    with new_folder(folder) as draft:
+        assert (folder / "weights").read_text() == "old"
+        (draft / "weights").write_text("newer")
+    assert (folder / "weights").read_text() == "newer"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@needs_signals
+def test_drafts_are_swept_when_their_process_is_gone_and_not_before(tmp_path):
+    folder = tmp_path / "model"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    with new_folder(folder) as draft:
+        (draft / "weights").write_text("quick")
+    assert len(list(tmp_path.iterdir())) == 2
+    process.kill()
+    process.communicate()
+    with new_folder(folder) as draft:
+        (draft / "weights").write_text("last")
+    assert (folder / "weights").read_text() == "last"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_no_folder_replaces_a_link_or_a_file(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").write_text("mine")
+    for name, kind in (("link", "a link to"), ("file", "a file")):
+        with pytest.raises(FileExistsError, match=f"{name} is {kind}"), new_folder(tmp_path / name):
+            pass
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path):

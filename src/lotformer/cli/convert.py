@@ -132,6 +132,8 @@ def _require_replaceable(out: Path, source: Path, force: bool) -> None:
         raise ValueError(f"{out} is a file: give a folder as --out.")
     if source.exists() and any(out.samefile(place) for place in (source, *source.resolve().parents)):
         raise ValueError(f"{out} holds the checkpoint to convert, which would be deleted: give another --out.")
+    if out.is_mount():
+        raise ValueError(f"{out} is a mount point, which cannot be replaced as a whole: give a folder inside it.")
     if not any(out.iterdir()):
         return
     if not force:
