@@ -74,7 +74,7 @@ class TestConvertCommand:
         packed.write_bytes(b"\x1f\x8b\x08\x00")
         code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 3, "--texts", packed)
         assert code != 0
-        assert "texts.gz is not text in UTF-8" in " ".join(said.replace("\n", "").split())
+        assert "texts.gz is not a gzip file, or is damaged" in " ".join(said.replace("\n", "").split())
         assert not (tmp_path / "out").exists()
 
     def test_few_steps_run_the_original_on_few_texts_and_show_it(self, checkpoint, tmp_path, monkeypatch):
