@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lotformer._extras import PACKAGES
+from lotformer.extras import PACKAGES
 from support.environments import SOURCE, environment, run
 
 if sys.version_info < (3, 11):

@@ -56,7 +56,7 @@ def test_ctrl_c_is_code_130(monkeypatch, tmp_path):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lotformer.bench.solvers.run", interrupt)
+    monkeypatch.setattr("lotformer_paper.bench.solvers.run", interrupt)
     assert runner.invoke(app, ["bench", "solvers", "--out", str(tmp_path)]).exit_code == 130
 
 

@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lotformer._settings import Settings, load, make, setting
 from lotformer.cli.settings import with_settings
+from lotformer.settings import Settings, load, make, setting
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lotformer._files import write_json
-from lotformer.bench import memory, solvers, zoo
-from lotformer.bench.figure import Point
-from lotformer.bench.memory import MemoryPoint, MemoryResult, MemorySettings
-from lotformer.bench.runtime import RuntimeResult, RuntimeSettings
-from lotformer.bench.runtime import render as render_runtime
-from lotformer.bench.solvers import SolverPoint, SolverResult, SolverSettings
-from lotformer.bench.workload import TARGET_SHAPES
-from lotformer.bench.zoo import ZooResult, ZooRow, ZooSettings
 from lotformer.cli import app
+from lotformer.cli.tables import Table
 from lotformer.cli.terminal import show, show_table
-from lotformer.results.provenance import provenance
-from lotformer.results.report import Report
-from lotformer.results.tables import Table
+from lotformer.files import write_json
+from lotformer_paper.bench import memory, solvers, zoo
+from lotformer_paper.bench.figure import Point
+from lotformer_paper.bench.memory import MemoryPoint, MemoryResult, MemorySettings
+from lotformer_paper.bench.runtime import RuntimeResult, RuntimeSettings
+from lotformer_paper.bench.runtime import render as render_runtime
+from lotformer_paper.bench.solvers import SolverPoint, SolverResult, SolverSettings
+from lotformer_paper.bench.workload import TARGET_SHAPES
+from lotformer_paper.bench.zoo import ZooResult, ZooRow, ZooSettings
+from lotformer_paper.results.provenance import provenance
+from lotformer_paper.results.report import Report
 
 SOURCE = provenance("lotformer bench", threads=2, seed=0)
 

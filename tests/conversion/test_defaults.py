@@ -11,7 +11,7 @@ import transformers
 import lotformer
 from lotformer.conversion import recipe
 from lotformer.conversion.hosts.sites import converted
-from lotformer.experiments.forms import WIDE
+from lotformer_paper.experiments.forms import WIDE
 from support.small_models import SMALL
 
 WINDOWS = {

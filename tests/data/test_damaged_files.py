@@ -22,13 +22,14 @@ from PIL import Image
 import lotformer.models  # noqa: F401  makes torchvision importable
 
 # isort: split
-from lotformer._reading import read_bytes, read_json, read_lines, require_file
-from lotformer.data import glue, retrieval
+from lotformer.data import glue
 from lotformer.data.images import open_image
-from lotformer.data.longrange.listops import read_tsv
-from lotformer.data.longrange.text import ReviewFiles
-from lotformer.data.translation.corpora import tatoeba
 from lotformer.data.vision.sources import open_images
+from lotformer.reading import read_bytes, read_json, read_lines, require_file
+from lotformer_paper.data import retrieval
+from lotformer_paper.data.longrange.listops import read_tsv
+from lotformer_paper.data.longrange.text import ReviewFiles
+from lotformer_paper.data.translation.corpora import tatoeba
 from support.image_folder import CLASSES, make_image_folder
 
 DAMAGES = 300

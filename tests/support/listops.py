@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from lotformer.data.longrange import listops
+from lotformer_paper.data.longrange import listops
 
 _OPERATIONS = {
     "[MIN": min,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from lotformer.data.translation.sets import TranslationSet, prepare
-from lotformer.experiments.translation.settings import TranslationSettings, recipe_of
+from lotformer_paper.data.translation.sets import TranslationSet, prepare
+from lotformer_paper.experiments.translation.settings import TranslationSettings, recipe_of
 
 OURS = ("ba", "de", "gi", "ko", "lu", "ma")
 THEIRS = ("xin", "yor", "zap", "wek", "vud", "tol")

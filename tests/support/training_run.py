@@ -24,7 +24,7 @@ from lotformer.training.run import train
 from lotformer.training.torture import ToySettings, ToyTask
 
 IMPORTED = [*torture.IMPORTED, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-IMPORTED += ["lotformer.experiments.longrange.task"]
+IMPORTED += ["lotformer_paper.experiments.longrange.task"]
 
 
 class Mortal(ToyTask):
@@ -57,9 +57,9 @@ def count_skipped(out: Path, settings: dict[str, Any]) -> None:
 
 def learn_longrange(sets: Path, out: Path, settings: dict[str, Any]) -> None:
     """A run on a prepared set of the Long Range Arena; its losses are in `out/losses.json`."""
-    from lotformer.data.longrange.store import open_set
-    from lotformer.experiments.longrange.settings import settings_for
-    from lotformer.experiments.longrange.task import LongRange
+    from lotformer_paper.data.longrange.store import open_set
+    from lotformer_paper.experiments.longrange.settings import settings_for
+    from lotformer_paper.experiments.longrange.task import LongRange
 
     report = train(LongRange(settings_for(**settings), open_set(sets)), out)
     if os.environ.get("RANK", "0") == "0":

@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
+from lotformer_paper.cli import bench, data, experiment, figures
+from lotformer_paper.cli.render import render
+from lotformer_paper.cli.translation import translate_command
+
 from .. import __version__
-from . import bench, data, evaluate, experiment, figures, train
+from . import evaluate, train
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
-from .render import render
-from .translation import translate_command
 
 app = typer.Typer(
     name="lotformer",

@@ -13,16 +13,16 @@ from rich.console import Console
 from torch import Tensor
 
 from .. import conversion
-from .._files import new_folder, require_writable, write_text
-from .._settings import Settings, setting
 from ..conversion.api import WINDOW_SIZES
 from ..conversion.measuring.fidelity import fidelity
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
 from ..data.checkpoints import checkpoint_root, encoder_part
-from ..results.tables import Table
+from ..files import new_folder, require_writable, write_text
+from ..settings import Settings, setting
 from .settings import with_settings
 from .subjects import Subject, open_subject
+from .tables import Table
 from .terminal import one_clear_error, progress_bar, say, show_table
 
 _PAGE = "conversion.md"

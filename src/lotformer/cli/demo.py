@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .._files import require_writable, write_text
 from ..data.folder import VARIABLE
 from ..demo import page
 from ..demo.run import DemoResult, DemoSettings, run
-from ..results.tables import Table
+from ..files import require_writable, write_text
 from .settings import with_settings
+from .tables import Table
 from .terminal import one_clear_error, progress_bar, say, show_table
 
 

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lotformer_paper.results.provenance import cpu_model
+
 from .. import __version__
-from .._extras import PACKAGES, command
+from ..extras import PACKAGES, command
 from ..ops import cpu
 from ..ops.backends import BACKENDS
-from ..results.provenance import cpu_model
 
 
 def doctor() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .._settings import Settings, fields, load, make, optional, read_toml
+from ..settings import Settings, fields, load, make, optional, read_toml
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}  # short, so that help has room at 80 columns
 _CONFIG = typer.Option(metavar="PATH", help="TOML file with any of these settings; options on the command line win.")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
-from .._reading import read_lines
 from ..data.batches import Batch, call, main_tensor, pooled
 from ..data.checkpoints import checkpoint_root, encoder_part, fill_like
 from ..data.images import open_image
 from ..data.prose import python_reference
 from ..data.text import load_tokenizer, text_batches
+from ..reading import read_lines
 
 _PICTURES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 _HELD = 128  # inputs to compare on, at most

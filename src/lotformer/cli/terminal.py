@@ -15,11 +15,12 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .._extras import reason
-from ..results import figures
-from ..results.cells import Listener
-from ..results.report import Report
-from ..results.tables import Table
+from lotformer_paper.results import figures
+from lotformer_paper.results.cells import Listener
+from lotformer_paper.results.report import Report
+
+from ..extras import reason
+from .tables import Table
 
 
 def command_line() -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from .longrange import train_lra
-from .translation import train_translation
+from lotformer_paper.cli.longrange import train_lra
+from lotformer_paper.cli.translation import train_translation
+
 from .vision import train_vision
 
 app = typer.Typer(help="Train models from scratch.", no_args_is_help=True)

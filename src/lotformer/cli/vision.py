@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from lotformer_paper.experiments.vision import ablation, ladder, rank, sinkhorn
+
 from ..data.folder import VARIABLE, data_folder
-from ..experiments.vision import ablation, ladder, rank, sinkhorn
-from ..experiments.vision.settings import ImageSettings, VisionSettings, completed
-from ..results.tables import Table
+from ..vision.settings import ImageSettings, VisionSettings, completed
 from .settings import with_settings
+from .tables import Table
 from .terminal import command_line, one_clear_error, progress_bar, publish, say, show_table
 
 IMAGES = "imagenette2-128"
@@ -37,7 +38,7 @@ def train_vision(
     """Train a vision model on images: lotformer train vision --data imagenet --recipe paper."""
     console = Console()
     with one_clear_error(console, "Cannot train", "train"):
-        from ..experiments.vision.task import Vision, open_sets
+        from ..vision.task import Vision, open_sets
         from .training import train_with_progress
 
         with progress_bar(console) as listen:
@@ -63,8 +64,8 @@ def eval_vision(
     """
     console = Console()
     with one_clear_error(console, "Cannot evaluate", "vision"):
-        from ..experiments.vision.build import load_trained
-        from ..experiments.vision.task import evaluate_trained
+        from ..vision.build import load_trained
+        from ..vision.task import evaluate_trained
 
         trained = load_trained(checkpoint)
         with progress_bar(console) as listen:
@@ -187,7 +188,7 @@ def cls_maps_figure(
     """
     console = Console()
     with one_clear_error(console, "Cannot draw the figure", "vision", "figures"):
-        from ..experiments.vision import pictures
+        from lotformer_paper.experiments.vision import pictures
 
         folder = _images_folder(data)
         chosen = _indices(images, folder)
@@ -206,7 +207,7 @@ def clusters_figure(
     """Which patches each pivot gathers: the soft clusters of the last block, over the image."""
     console = Console()
     with one_clear_error(console, "Cannot draw the figure", "vision", "figures"):
-        from ..experiments.vision import pictures
+        from lotformer_paper.experiments.vision import pictures
 
         folder = _images_folder(data)
         files = pictures.draw_clusters(checkpoint, folder, out, _indices(images, folder), command_line(), head=head)
@@ -218,7 +219,7 @@ def _images_folder(given: Path | None) -> Path:
 
 
 def _indices(text: str | None, folder: Path) -> list[int]:
-    from ..experiments.vision.pictures import spread
+    from lotformer_paper.experiments.vision.pictures import spread
 
     try:
         return [int(part) for part in text.split(",")] if text else spread(folder, 5)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._extras import needed_for
-from .._files import new_file
 from ..data.checkpoint_files import module_folders
+from ..extras import needed_for
+from ..files import new_file
 from . import hosts
 from .api import choose
 from .hosts.sites import MECHANISM, converted

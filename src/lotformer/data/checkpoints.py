@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .._files import new_folder
+from ..files import new_folder
 from .checkpoint_files import companions, module_folders, modules_beside, require_own_files
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from .._reading import require_file
+from ..reading import require_file
 
 
 def sha256(path: Path) -> str:

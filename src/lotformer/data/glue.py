@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .._reading import decoding, shown, table
+from ..reading import decoding, shown, table
 from .saved import saved_dataset, saved_files
 
 Split = Literal["train", "dev"]

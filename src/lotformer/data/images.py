@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._reading import decoding, require_file
+from ..reading import decoding, require_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .._reading import decoding
+from ..reading import decoding
 
 
 def saved_dataset(folder: Path) -> Any:

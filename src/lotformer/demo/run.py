@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lotformer_paper.results.cells import Listener
+
 from .. import conversion
-from .._settings import Settings, setting
 from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
 from ..conversion.hosts.sites import mechanism_of, require_converted
@@ -24,7 +25,7 @@ from ..data.checkpoints import save_like
 from ..data.prose import python_reference
 from ..data.sentence_pairs import SentencePairs
 from ..data.text import embed, text_batches
-from ..results.cells import Listener
+from ..settings import Settings, setting
 from .speed import Speed, compare_speed
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)

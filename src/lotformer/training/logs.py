@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .._files import write_text
-from .._reading import decoded_lines, decoding, read_bytes
+from ..files import write_text
+from ..reading import decoded_lines, decoding, read_bytes
 
 
 @dataclass(frozen=True)

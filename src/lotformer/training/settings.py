@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .._settings import Settings, setting
+from ..settings import Settings, setting
 from .loop import LoopSettings
 
 _WITHOUT_EFFECT = ("workers", "save_every", "log_every", "profile_every", "skip_nonfinite")

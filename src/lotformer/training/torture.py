@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._settings import setting
 from ..layers import LOTAttention
+from ..settings import setting
 from .checkpoints import read
 from .fingerprints import differences, fingerprint
 from .loader import LoaderStream, shuffled

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._reading import decoding, require_file
+from ...reading import decoding, require_file
 from ..contents import files_digest
 from ..images import decoded_image
 

@@ -1,0 +1,423 @@
+"""Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
+
+Fine-tuning after the swap has two parts, the same for every method: the model first imitates the logits of the softmax
+model and its hidden states layer by layer, then it sees labels.
+
+Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
+run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
+of what the softmax model reaches, as in the paper, and always stands next to the residual of the couplings that
+reached it; below the table stands what was spent on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lotformer import conversion
+from lotformer.cli.tables import Table
+from lotformer.conversion.learning.objectives import Objective
+from lotformer.data import glue
+from lotformer.files import new_folder, require_writable
+from lotformer.settings import Settings, setting
+
+from ..results.cells import CellFolder, Listener, Origin, Record
+from ..results.report import Report
+from ..results.sources import checkpoint_source, files_source
+from .forms import AWARE, NEAR, TRANSPORT, WIDE
+
+NAME = "glue"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A column of the table: a mechanism and how its new parameters are taught before fine-tuning.
+
+    `objective` None skips calibration; `mechanism_lr` is the rate of the new parameters during fine-tuning.
+    """
+
+    mechanism: str
+    objective: Objective | None
+    options: dict[str, Any] = field(default_factory=dict)
+    calibration_lr: float = 2e-2
+    mechanism_lr: float = 5e-3
+
+
+METHODS: dict[str, Method] = {
+    "t2r": Method("t2r", None, mechanism_lr=1e-3),
+    "t2r-hh": Method("t2r", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
+    "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
+    "lot": Method("lot", "output", TRANSPORT),
+    "lot-uniform": Method("lot", "output", {**TRANSPORT, "key_masses": "uniform"}),
+    "lot-keys": Method("lot", "output", {**TRANSPORT, "balance": "keys"}),
+    "lot-none": Method("lot", "output", {**TRANSPORT, "balance": "none"}),
+    "lot-aware": Method("lot", "output", AWARE),
+    "lot-aware-uniform": Method("lot", "output", {**AWARE, "key_masses": "uniform"}),
+    "lot-aware-keys": Method("lot", "output", {**AWARE, "balance": "keys"}),
+    "lot-aware-none": Method("lot", "output", {**AWARE, "balance": "none"}),
+    "lot-near": Method("lot", "output", NEAR, mechanism_lr=1e-3),
+    "lot-near-keys": Method("lot", "output", {**NEAR, "balance": "keys"}, mechanism_lr=1e-3),
+    "lot-near-none": Method("lot", "output", {**NEAR, "balance": "none"}, mechanism_lr=1e-3),
+    "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}, mechanism_lr=1e-3),
+    "lot-wide": Method("lot", "output", WIDE, mechanism_lr=1e-3),
+    "lot-33": Method("lot", "output", {**WIDE, "window_size": 33}, mechanism_lr=1e-3),
+}
+"""T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
+`lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
+five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-33`
+reads 33, and `lot-wide` reads 129, as `convert` does by itself."""
+
+
+@dataclass(frozen=True)
+class GlueSettings(Settings):
+    """How long and how fast; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
+
+    epochs: float = setting(3.0, "Epochs of the softmax model.", at_least=0)
+    max_steps: int = setting(100_000, "Most steps for the softmax model.", at_least=0)
+    lr: float = setting(5e-5, "Learning rate of the softmax model.", at_least=0)
+    imitation_steps: int = setting(1000, "Steps of imitating the softmax model after the swap.", at_least=0)
+    imitation_lr: float = setting(1e-4, "Learning rate of the original weights during that.", at_least=0)
+    swap_epochs: float = setting(1.0, "Epochs with labels after the imitation.", at_least=0)
+    max_swap_steps: int = setting(100_000, "Most steps with labels after the swap.", at_least=0)
+    swap_lr: float = setting(2e-5, "Learning rate of the original weights with labels.", at_least=0)
+    batch_size: int = setting(32, "Examples per step.", at_least=1)
+    precision: Literal["fp32", "bf16"] = setting("fp32", "Of products while all weights learn.")
+    max_length: int = setting(128, "Longer texts are cut to this many tokens.", at_least=8)
+    calibration_steps: int = setting(250, "Steps of calibration.", at_least=0)
+    calibration_texts: int = setting(2560, "Examples to calibrate on.", at_least=1)
+    seed: int = setting(0, "Random seed.")
+
+
+_BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "precision", "max_length", "seed")
+"""The settings that the softmax model depends on: any way to convert may share it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task and one method. `score` is the task's metric × 100; None where it was not recorded.
+
+    `recovered` is None where the softmax model scores nothing, as Matthews' correlation does of a single class.
+    """
+
+    task: str
+    method: str
+    score: float | None
+    recovered: float | None
+    score_before_finetuning: float | None
+    residual_max: float | None
+    doubly_stochastic_mean: float | None
+    seconds: float | None
+
+
+def run(
+    checkpoint: Path,
+    data: Path,
+    out: Path,
+    tasks: Sequence[str],
+    methods: Sequence[str],
+    settings: GlueSettings,
+    listen: Listener = lambda what, now, total: None,
+    command: str = "",
+) -> list[Cell]:
+    """Fill every cell of tasks × methods that is not in `out` yet; returns all of them, softmax first.
+
+    Raises:
+        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
+    """
+    cells = []
+    for name, origin in check(checkpoint, data, out, tasks, methods, settings).items():
+        folder = CellFolder(out / name, Cell, NAME, command)
+        bench = _Bench(glue.TASKS[name], checkpoint, data, folder, settings, origin, listen)
+        cells.append(bench.softmax())
+        cells += [bench.swapped(method, METHODS[method]) for method in methods]
+    return cells
+
+
+def check(
+    checkpoint: Path, data: Path, out: Path, tasks: Sequence[str], methods: Sequence[str], settings: GlueSettings
+) -> dict[str, Origin]:
+    """What `run` asks at the door and not after hours; returns what the cells of each task depend on.
+
+    Raises:
+        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
+    """
+    for chosen, known in ((tasks, list(glue.TASKS)), (methods, list(METHODS))):
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
+    _require_metrics()
+    weights = checkpoint_source(checkpoint)
+    origins = {}
+    for task in map(glue.TASKS.__getitem__, tasks):
+        folder = CellFolder(out / task.name, Cell, NAME)
+        require_writable(folder.folder)
+        texts = files_source(f"glue/{task.folder}", glue.files(task, data))
+        origin = Origin(dataclasses.asdict(settings), {"checkpoint": weights, "data": texts})
+        folder.find("softmax", _before_swap(origin))
+        for name in METHODS:  # other columns share the table
+            folder.find(name, origin)
+        origins[task.name] = origin
+    return origins
+
+
+def _before_swap(origin: Origin) -> Origin:
+    return Origin({name: origin.settings[name] for name in _BEFORE_SWAP}, origin.sources)
+
+
+def _require_metrics() -> None:
+    try:
+        import torchmetrics  # noqa: F401  scores come last: a missing package is noticed first
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"GLUE needs {error.name}: pip install 'lotformer[text]'.") from error
+
+
+def render(folder: Path) -> Report:
+    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
+    cells: list[Cell] = []
+    budgets: dict[str, list[str]] = {}
+    commands: dict[str, None] = {}
+    for task in glue.TASKS:
+        stored = CellFolder(folder / task, Cell, NAME)
+        found = {name: record for name in ("softmax", *METHODS) if (record := stored.record(name)) is not None}
+        if "softmax" not in found:
+            continue
+        cells += [record.cell for record in found.values()]
+        for record in found.values():
+            commands.setdefault(record.provenance.command)
+            tasks = budgets.setdefault(budget(record), [])
+            if task not in tasks:
+                tasks.append(task)
+        steps = [
+            f"{name} {r.provenance.budget['steps']}" for name, r in found.items() if "steps" in r.provenance.budget
+        ]
+        if steps:
+            budgets.setdefault(f"steps with labels: {', '.join(steps)}", []).append(task)
+    notes = tuple(f"{', '.join(tasks)}: {text}." for text, tasks in budgets.items())
+    return Report(tuple(commands), (table(cells),), notes)
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    """The paper's Table 4: percent recovered, task by task, with residuals below.
+
+    "–" is not run yet, or has no score to recover.
+    """
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    methods = [m for m in dict.fromkeys(cell.method for cell in cells) if m != "softmax"]
+    by_place = {(cell.task, cell.method): cell for cell in cells}
+    rows = [_row("softmax, score", [by_place[task, "softmax"].score for task in tasks])]
+    for method in methods:
+        row = [by_place[task, method].recovered if (task, method) in by_place else None for task in tasks]
+        rows.append(_row(f"{method}, % recovered", row))
+    for method in methods:
+        marginals = [_marginals(by_place.get((task, method))) for task in tasks]
+        rows.append((f"{method}, residual max; d.s. error mean", *marginals, ""))
+    return Table("", ("method", *tasks, "mean"), tuple(rows))
+
+
+def _row(title: str, values: Sequence[float | None]) -> tuple[str, ...]:
+    there = [value for value in values if value is not None]
+    mean = sum(there) / len(there) if there and len(there) == len(values) else None
+    return (title, *("–" if value is None else f"{value:.1f}" for value in (*values, mean)))
+
+
+def _marginals(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    residual = "–" if cell.residual_max is None else f"{cell.residual_max:.0e}"
+    error = "–" if cell.doubly_stochastic_mean is None else f"{cell.doubly_stochastic_mean:.2f}"
+    return f"{residual}; {error}"
+
+
+def budget(record: Record, seeds: str = "") -> str:
+    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
+    s = record.origin.settings
+    if record.cell.method == "softmax":
+        checkpoint = record.origin.sources.get("checkpoint")
+        spent = f"{s['epochs']:g} epochs, at most {s['max_steps']} steps, lr {s['lr']:g}"
+        spent = f"softmax: {checkpoint.name}, {spent}" if checkpoint else f"softmax: {spent}"
+    else:
+        steps = s["imitation_steps"]
+        imitation = f"{steps} steps of imitation, lr {s['imitation_lr']:g}; " if steps else ""
+        spent = (
+            f"converted: {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs; {imitation}"
+            f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
+        )
+    seeds = seeds or f"seed {s['seed']}"
+    learned_in = "" if s["precision"] == "fp32" else f", learned in {s['precision']}"
+    sizes = f"batch {s['batch_size']}, {s['max_length']} tokens{learned_in}, {seeds}"
+    return f"{spent}; {sizes}; {record.provenance.where()}"
+
+
+class _Bench:
+    """One task: its data, its fine-tuned softmax model, and the cells made from it."""
+
+    def __init__(
+        self,
+        task: glue.Task,
+        checkpoint: Path,
+        data: Path,
+        cells: CellFolder[Cell],
+        settings: GlueSettings,
+        origin: Origin,
+        listen: Listener,
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self.task, self.checkpoint, self.cells, self.listen = task, checkpoint, cells, listen
+        self.settings, self.origin = settings, origin
+        self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+        self.train = list(_batches(self.tokenizer, task, glue.load(task, "train", data), settings))
+        self.dev = list(_batches(self.tokenizer, task, glue.load(task, "dev", data), settings))
+
+    def softmax(self) -> Cell:
+        """The model everything is compared with, fine-tuned once and kept."""
+        found = self.cells.find("softmax", _before_swap(self.origin))
+        if found is not None:
+            return found
+        start = time.perf_counter()
+        torch.manual_seed(self.settings.seed)
+        model = self._model(self.checkpoint)
+        steps = min(math.ceil(self.settings.epochs * len(self.train)), self.settings.max_steps)
+        self._learn_labels(model, steps, self.settings.lr, 0.0, "softmax")
+        with new_folder(self.cells.folder / "softmax") as draft:
+            model.save_pretrained(draft)
+        score = evaluate(model, self.dev, self.task)
+        seconds = time.perf_counter() - start
+        return self._finish(Cell(self.task.name, "softmax", score, 100.0, None, None, None, seconds), steps)
+
+    def swapped(self, name: str, method: Method) -> Cell:
+        """The softmax model with another mechanism: calibrated, scored, fine-tuned, scored."""
+        found = self.cells.find(name, self.origin)
+        if found is not None:
+            return found
+        base = self.softmax().score
+        assert base is not None
+        start = time.perf_counter()
+        torch.manual_seed(self.settings.seed)
+        model = self._model(self.cells.folder / "softmax")
+        conversion.convert(model, method.mechanism, **method.options)
+        if method.objective is not None:
+            count = max(5, self.settings.calibration_texts // self.settings.batch_size)
+            stride = max(1, len(self.train) // count)
+            conversion.calibrate(
+                model,
+                _unlabelled(self.train[::stride][:count]),
+                objective=method.objective,
+                steps=self.settings.calibration_steps,
+                lr=method.calibration_lr,
+                seed=self.settings.seed,
+                on_step=lambda now, total, _: self.listen(f"{self.task.name}: calibrating {name}", now, total),
+            )
+        before = evaluate(model, self.dev, self.task)
+        steps = min(math.ceil(self.settings.swap_epochs * len(self.train)), self.settings.max_swap_steps)
+        self._imitate(model, method.mechanism_lr, name)
+        if steps:
+            self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
+        score = evaluate(model, self.dev, self.task)
+        quality = conversion.coupling_quality(model, _unlabelled(self.dev[:: max(1, len(self.dev) // 6)]))
+        return self._finish(
+            Cell(
+                task=self.task.name,
+                method=name,
+                score=score,
+                recovered=100 * score / base if base else None,
+                score_before_finetuning=before,
+                residual_max=None if quality is None else quality.residual_max,
+                doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
+                seconds=time.perf_counter() - start,
+            ),
+            steps,
+        )
+
+    def _model(self, checkpoint: str | Path) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=self.task.outputs)
+
+    def _imitate(self, model: nn.Module, mechanism_lr: float, name: str) -> None:
+        """Teach the converted model what the softmax model makes of the task's texts, in every layer."""
+        if not self.settings.imitation_steps:
+            return
+        conversion.finetune(
+            model,
+            _unlabelled(self.train),
+            teacher=self._model(self.cells.folder / "softmax").eval(),
+            layer_weight=1.0,
+            steps=self.settings.imitation_steps,
+            lr=self.settings.imitation_lr,
+            mechanism_lr=mechanism_lr,
+            precision=self.settings.precision,
+            seed=self.settings.seed,
+            checkpoint=self.cells.begin(name, self.origin, "imitation"),
+            on_step=lambda now, total, _: self.listen(f"{self.task.name}: {name} imitates softmax", now, total),
+        )
+
+    def _learn_labels(self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str) -> None:
+        conversion.finetune(
+            model,
+            self.train,
+            loss=lambda output, _: output.loss,
+            steps=steps,
+            lr=lr,
+            mechanism_lr=mechanism_lr,
+            freeze_embeddings=False,
+            precision=self.settings.precision,
+            seed=self.settings.seed,
+            checkpoint=self.cells.begin(name, self._origin(name), "labels"),
+            on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),
+        )
+
+    def _finish(self, cell: Cell, steps: int) -> Cell:
+        return self.cells.finish(cell.method, cell, self._origin(cell.method), {"steps": steps}, self.settings.seed)
+
+    def _origin(self, name: str) -> Origin:
+        return _before_swap(self.origin) if name == "softmax" else self.origin
+
+
+def _unlabelled(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]], task: glue.Task) -> float:
+    """The task's own metric × 100: Matthews, accuracy, mean of accuracy and F1, or mean of Pearson and Spearman."""
+    from torchmetrics import functional as metrics
+
+    model.eval()
+    outputs = [(model(**batch).logits, batch["labels"]) for batch in batches]
+    logits, labels = (torch.cat(part) for part in zip(*outputs, strict=True))
+    if task.metric == "pearson-spearman":
+        predicted = logits[:, 0].float()
+        parts = [metrics.pearson_corrcoef(predicted, labels), metrics.spearman_corrcoef(predicted, labels)]
+    else:
+        predicted, classes = logits.argmax(-1), task.outputs
+        accuracy = (predicted == labels).float().mean()
+        if task.metric == "matthews":
+            parts = [metrics.matthews_corrcoef(predicted, labels, task="multiclass", num_classes=classes)]
+        elif task.metric == "accuracy-f1":
+            parts = [accuracy, metrics.f1_score(predicted, labels, task="binary")]
+        else:
+            parts = [accuracy]
+    return float(100 * torch.stack(parts).mean())
+
+
+def _batches(
+    tokenizer: Any, task: glue.Task, examples: Sequence[glue.Example], settings: GlueSettings
+) -> Iterator[dict[str, Tensor]]:
+    """Examples as model inputs with labels, texts of like length together; the trainer draws batches at random."""
+    ordered = sorted(examples, key=lambda example: sum(map(len, example.texts)))
+    kind = torch.float if task.outputs == 1 else torch.long
+    for start in range(0, len(ordered), settings.batch_size):
+        chunk = ordered[start : start + settings.batch_size]
+        texts = [list(side) for side in zip(*(example.texts for example in chunk), strict=True)]
+        batch = tokenizer(*texts, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt")
+        yield {**batch, "labels": torch.tensor([example.label for example in chunk], dtype=kind)}

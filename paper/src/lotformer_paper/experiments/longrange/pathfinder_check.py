@@ -1,0 +1,135 @@
+"""Pathfinder under scrutiny: a contact sheet, and what an image tells without following a contour."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lotformer.cli.tables import Table
+from lotformer.files import require_writable
+from lotformer.settings import Settings, setting
+
+from ...data.longrange.pathfinder import Pathfinder
+from ...data.longrange.statistics import dot_distance, image_statistics
+from ...results import figures
+from ...results.cells import CellFolder, Listener, Origin
+from ...results.report import Report
+
+NAME = "pathfinder"
+
+_ROWS, _PER_ROW = 4, 12
+
+
+@dataclass(frozen=True)
+class PathfinderSettings(Settings):
+    """How many images are looked at."""
+
+    images: int = setting(12_000, "Images; two thirds to learn from, the rest to judge by.", at_least=600)
+    seed: int = setting(0, "Of the generator.", at_least=0)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Accuracy of a logistic regression from some statistics of an image to its label, on images it has not seen."""
+
+    features: str
+    count: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`sheet` holds the first images of label 1 and of label 0 for the contact sheet, their pixels in hexadecimal."""
+
+    images: int
+    positive: float
+    readings: tuple[Reading, ...]
+    sheet: tuple[str, ...]
+
+
+def run(
+    settings: PathfinderSettings, out: Path, listen: Listener = lambda what, now, total: None, command: str = ""
+) -> Cell:
+    """Draw the images and try to read their labels off whole-image statistics."""
+    require_writable(out)
+    folder = CellFolder(out, Cell, NAME, command)
+    origin = Origin(dataclasses.asdict(settings), {})
+    found = folder.find(NAME, origin)
+    if found is not None:
+        return found
+    images, labels = _drawn(settings, listen)
+    whole, distance = image_statistics(images), dot_distance(images)
+    features = {
+        "brightness: mean, deviation, histogram, quadrants": np.delete(whole, np.r_[2, 11:20], 1),
+        "length: lit pixels, by number of lit neighbours": whole[:, np.r_[2, 11:20]],
+        "both": whole,
+        "distance between the dots": np.stack([distance, distance**2], 1),
+    }
+    readings = tuple(
+        Reading(name, values.shape[1], _accuracy(values, labels, settings.seed)) for name, values in features.items()
+    )
+    half = _ROWS // 2 * _PER_ROW
+    shown = np.concatenate([images[labels == label][:half] for label in (1, 0)])
+    sheet = tuple(image.tobytes().hex() for image in shown)
+    cell = Cell(len(images), float(labels.mean()), readings, sheet)
+    return folder.finish(NAME, cell, origin, {"images": len(images)}, settings.seed)
+
+
+def _drawn(settings: PathfinderSettings, listen: Listener) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    source = Pathfinder(seed=settings.seed, sizes={"train": settings.images})
+    shards, count = [], source.shards()["train"]
+    for number in range(count):
+        listen("drawing", number, count)
+        shards.append(source.make("train", number))
+    images = np.stack([image for shard in shards for image in shard.documents]).reshape(-1, 32, 32)
+    return images, np.concatenate([shard.labels for shard in shards])
+
+
+def _accuracy(features: npt.NDArray[np.float64], labels: npt.NDArray[np.uint8], seed: int) -> float:
+    try:
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        raise ImportError("a logistic regression needs scikit-learn: pip install scikit-learn.") from error
+
+    learned = len(labels) * 2 // 3
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000, random_state=seed))
+    return float(model.fit(features[:learned], labels[:learned]).score(features[learned:], labels[learned:]))
+
+
+def render(folder: Path) -> Report:
+    """How well each kind of statistics tells the label, and the contact sheet."""
+    record = CellFolder(folder, Cell, NAME).record(NAME)
+    if record is None:
+        raise ValueError(f"{folder} holds no finished cell.")
+    cell = record.cell
+    judged = cell.images - cell.images * 2 // 3
+    rows = tuple((reading.features, str(reading.count), f"{100 * reading.accuracy:.1f}") for reading in cell.readings)
+    notes = (
+        f"{cell.images:,} images, {100 * cell.positive:.1f} % of them positive; judged on {judged:,} that were not "
+        f"learned from, so chance is 50 ± {100 * (0.25 / judged) ** 0.5:.1f} %.",
+        "The dots of a pair lie at other distances on one contour than on two; that is in the published stimulus too.",
+        f"{record.provenance.where()}.",
+    )
+    table = Table("What a logistic regression reads off an image", ("statistics", "number", "accuracy, %"), rows)
+    return Report((record.provenance.command,), (table,), notes, lambda place: draw(cell.sheet, place))
+
+
+def draw(sheet: Sequence[str], folder: Path) -> list[Path]:
+    """The contact sheet: label 1 above, label 0 below."""
+    plt: Any = figures.pyplot()
+    cells = np.full((_ROWS, _PER_ROW, 34, 34), 255, np.uint8)  # with a white line around each
+    for cell, pixels in zip(cells.reshape(-1, 34, 34), sheet, strict=True):
+        cell[1:-1, 1:-1] = np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(32, 32)
+    figure, axis = plt.subplots(figsize=(_PER_ROW, _ROWS + 0.4), layout="constrained")
+    axis.imshow(cells.transpose(0, 2, 1, 3).reshape(_ROWS * 34, -1), cmap="gray", interpolation="nearest")
+    axis.set_axis_off()
+    axis.set_title("Rows 1 and 2: one contour joins the dots. Rows 3 and 4: the dots lie on two contours.", fontsize=10)
+    return figures.save(figure, folder / "contact_sheet", dpi=110)

@@ -1,0 +1,51 @@
+"""The rows of the arena's tables: mechanisms of the registry, and LOT set in other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lotformer import attention
+
+MIXED = "+dwc"
+"""Ends the name of a row that adds a depthwise convolution of the values."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mechanism, its options over those of the recipe, and how the model pools. `meaning` explains it in a legend."""
+
+    attention: str
+    options: tuple[str, ...] = ()
+    pooling: Literal["real", "learned"] = "real"
+    meaning: str = ""
+
+
+_WIDE = ("rank=32", "eps=1.0", "mass_temperature=1.0")
+
+VARIANTS: Mapping[str, Row] = {
+    "lot": Row("lot", meaning="LOT with the paper's five sweeps"),
+    "lot-exact": Row("lot", ("solver=newton",), meaning="the same couplings solved exactly"),
+    "lot-semibalanced": Row("lot", ("balance=keys",), meaning="only the column sums imposed"),
+    "lot-unbalanced": Row("lot", ("balance=none",), meaning="no sums imposed beside unit rows"),
+    "lot-wide": Row("lot", _WIDE, meaning="32 pivots at ε = 1"),
+    "lot-wide-pooled": Row(
+        "lot", _WIDE, pooling="learned", meaning="lot-wide in a model that pools by learned weights"
+    ),
+    "lot-masses": Row("lot", (*_WIDE, "key_masses=linear"), meaning="lot-wide with learned masses of the keys"),
+    "softmax-pooled": Row("softmax", pooling="learned", meaning="softmax in a model that pools by learned weights"),
+}
+"""A mean over tokens cannot see a doubly stochastic matrix: Σ_i A_ij v_j is Σ_j v_j. Learned key masses keep the
+coupling exact and give the columns other sums; a pooling by learned weights keeps unit columns.
+"""
+
+
+def row_named(name: str) -> Row:
+    """The row of this name, with or without `+dwc`.
+
+    Raises:
+        ValueError: there is no such mechanism.
+    """
+    name = name.removesuffix(MIXED)
+    return VARIANTS.get(name) or Row(attention.entry(name).name)

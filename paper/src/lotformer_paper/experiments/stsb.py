@@ -1,0 +1,311 @@
+"""STS-B without labels: convert a sentence encoder, calibrate it, fine-tune it, and see what survives at each stage.
+
+Calibration and fine-tuning see the sentences of the training set and no score; sentences that the dev set uses too are
+left out. The halves of dev are reported apart: choices that were made on one half can be checked on the other.
+Every stage of every variant is a cell of its own and leaves its model behind, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lotformer import conversion
+from lotformer.cli.tables import Table
+from lotformer.data import glue
+from lotformer.data.checkpoints import save_like
+from lotformer.data.sentence_pairs import PARTS, SentencePairs
+from lotformer.data.text import text_batches
+from lotformer.files import require_writable
+from lotformer.settings import Settings, setting
+
+from ..results.cells import CellFolder, Listener, Origin, Record
+from ..results.report import Report
+from ..results.sources import checkpoint_source, files_source
+from .forms import AWARE, NEAR, TRANSPORT, WIDE
+
+NAME = "stsb"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lot": TRANSPORT,
+    "lot-uniform": {**TRANSPORT, "key_masses": "uniform"},
+    "lot-keys": {**TRANSPORT, "balance": "keys"},
+    "lot-none": {**TRANSPORT, "balance": "none"},
+    "lot-aware": AWARE,
+    "lot-aware-keys": {**AWARE, "balance": "keys"},
+    "lot-aware-none": {**AWARE, "balance": "none"},
+    "lot-near": NEAR,
+    "lot-near-keys": {**NEAR, "balance": "keys"},
+    "lot-near-none": {**NEAR, "balance": "none"},
+    "lot-near-fixed": {**NEAR, "pivots": "fixed"},
+    "lot-near-cls": {**NEAR, "prefix_tokens": 1},
+    "lot-wide": WIDE,
+}
+"""Transport alone, with query-aware key masses, which attention sinks need, or uniform ones, which are strictly doubly
+stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first
+token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `convert` makes `lot-wide`."""
+
+STAGES = ("converted", "calibrated", "fine-tuned")
+
+
+@dataclass(frozen=True)
+class StsbSettings(Settings):
+    """How much is spent. What is not here is as in the library."""
+
+    rank: int = setting(32, "Pivots per head.", at_least=1)
+    calibration_texts: int = setting(2560, "Sentences to learn from.", at_least=1)
+    calibration_steps: int = setting(250, "Steps of calibration.", at_least=1)
+    finetune_steps: int = setting(200, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
+    finetune_layers: float = setting(0.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
+    batch_size: int = setting(32, "Sentences per step.", at_least=1)
+    max_length: int = setting(128, "Longer sentences are cut to this many tokens.", at_least=8)
+    seed: int = setting(0, "Random seed.")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One part of the dev set. `cosine` is the mean between converted and original embeddings of its sentences."""
+
+    pairs: int
+    softmax: float
+    spearman: float
+    recovered: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant at one stage. `seconds` is of this stage, None if it was interrupted on the way.
+
+    Couplings are looked at in every fourth batch of dev, short and long sentences alike.
+    """
+
+    variant: str
+    stage: str
+    scores: dict[str, Score]
+    residual_mean: float
+    residual_max: float
+    doubly_stochastic_mean: float
+    doubly_stochastic_max: float
+    seconds: float | None
+
+
+def run(
+    checkpoint: Path,
+    data: Path,
+    out: Path,
+    variants: Sequence[str],
+    settings: StsbSettings,
+    listen: Listener = lambda what, now, total: None,
+    command: str = "",
+) -> list[Cell]:
+    """Fill every stage of every variant that is not in `out` yet; returns all of them.
+
+    Raises:
+        ValueError: a variant is unknown, or `out` holds cells made from something else.
+    """
+    origins = check(checkpoint, data, out, variants, settings)
+    bench: _Bench | None = None
+    cells = []
+    for name in variants:
+        folder = CellFolder(out / name, Cell, NAME, command)
+        if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
+            require_writable(out / name)
+            bench = bench or _Bench(checkpoint, data, settings, listen)
+            bench.fill(name, folder, origins)
+        cells += [folder.find(stage, origin) for stage, origin in origins.items()]
+    return [cell for cell in cells if cell is not None]
+
+
+def check(
+    checkpoint: Path, data: Path, out: Path, variants: Sequence[str], settings: StsbSettings
+) -> dict[str, Origin]:
+    """What `run` asks before its work begins; returns the stages there will be, and what each depends on.
+
+    Raises:
+        ValueError: a variant is unknown, or `out` holds cells made from something else.
+    """
+    for name in variants:
+        if name not in VARIANTS:
+            raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
+    task = glue.TASKS["stsb"]
+    texts = files_source(f"glue/{task.folder}", glue.files(task, data))
+    whole = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
+    stages = STAGES if settings.finetune_steps else STAGES[:-1]
+    origins = {stage: _origin_of(stage, whole) for stage in stages}
+    for name in VARIANTS:  # all variants share the table, so all are looked at
+        for stage, origin in origins.items():
+            CellFolder(out / name, Cell, NAME).find(stage, origin)
+    return origins
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    """A row for each variant and stage: Spearman, percent recovered and embedding cosine on the parts of dev."""
+    softmax = cells[0].scores
+    titles = [f"{part}\n({softmax[part].pairs} pairs)" for part in PARTS]
+    columns = ("variant, stage", *titles, "residual,\nmean; max", "d.s. error,\nmean; max", "seconds")
+    rows = [("softmax", *(f"{softmax[part].softmax:.4f}" for part in PARTS), "–", "–", "–")]
+    for cell in cells:
+        scores = [
+            f"{score.spearman:.4f}; {score.recovered:.2f} %; {score.cosine:.4f}"
+            for score in (cell.scores[part] for part in PARTS)
+        ]
+        residual = f"{cell.residual_mean:.0e}; {cell.residual_max:.0e}"
+        error = f"{cell.doubly_stochastic_mean:.2g}; {cell.doubly_stochastic_max:.2g}"
+        seconds = "–" if cell.seconds is None else f"{cell.seconds:.0f}"
+        rows.append((f"{cell.variant}, {cell.stage}", *scores, residual, error, seconds))
+    return Table("Spearman; % of softmax recovered; cosine with the original's embeddings", columns, tuple(rows))
+
+
+def render(folder: Path) -> Report:
+    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
+    folders = [CellFolder(folder / name, Cell, NAME) for name in VARIANTS]
+    found = [record for place in folders for stage in STAGES if (record := place.record(stage)) is not None]
+    if not found:
+        raise ValueError(f"{folder} holds no finished cell.")
+    budgets: dict[str, list[str]] = {}
+    for record in found:
+        budgets.setdefault(budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
+    notes = tuple(f"{', '.join(places)}: {text}." for text, places in budgets.items())
+    commands = tuple(dict.fromkeys(record.provenance.command for record in found))
+    return Report(commands, (table([record.cell for record in found]),), notes)
+
+
+def calibration_texts(train: Sequence[glue.Example], dev: Sequence[glue.Example], count: int) -> list[str]:
+    """At most `count` different sentences of the training set, evenly spread over it, none of them in the dev set."""
+    kept_back = {text for example in dev for text in example.texts}
+    texts = list(dict.fromkeys(text for example in train for text in example.texts if text not in kept_back))
+    if not texts:
+        raise ValueError(
+            "the training set holds no sentence that the dev set does not hold too: nothing to learn from."
+        )
+    count = min(count, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+class _Bench:
+    """The original model, what it makes of the dev set, and the texts to learn from."""
+
+    def __init__(self, checkpoint: Path, data: Path, settings: StsbSettings, listen: Listener) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        task = glue.TASKS["stsb"]
+        train, dev = (glue.load(task, split, data) for split in ("train", "dev"))
+        if len(dev) < 4:
+            raise ValueError(f"the dev set of STS-B has {len(dev)} pairs: too few to rank in two halves.")
+        self.checkpoint, self.settings, self.listen = checkpoint, settings, listen
+        self.load: Callable[[str | Path], Any] = lambda source: AutoModel.from_pretrained(str(source)).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+        self.original = self.load(checkpoint)
+        self.pairs = SentencePairs(dev)
+        listen("softmax: scoring", 0, 1)
+        self.reference = self.pairs.embed(self.original, self.tokenizer, max_length=settings.max_length)
+        self.texts = calibration_texts(train, dev, settings.calibration_texts)
+        self.train, self.dev = (
+            text_batches(self.tokenizer, texts, batch_size=settings.batch_size, max_length=settings.max_length)
+            for texts in (self.texts, self.pairs.texts)
+        )
+
+    def fill(self, variant: str, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
+        """Go through the stages; a finished one only hands its model on."""
+        torch.manual_seed(self.settings.seed)
+        start = time.perf_counter()
+        model = self.load(self.checkpoint)
+        conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
+        seconds: float | None = time.perf_counter() - start
+        for stage, origin in origins.items():
+            place = cells.folder / stage
+            if cells.find(stage, origin) is not None:
+                model = model if stage == "converted" else self.load(place)
+                continue
+            progress = cells.begin(stage, origin)
+            steps = 0
+            if stage != "converted":
+                resumed = progress.exists()
+                spent = self._train(model, variant, stage, progress)
+                seconds, steps = None if resumed else spent.seconds, spent.steps
+                save_like(self.checkpoint, model, place)
+            self.listen(f"{variant}: scoring, {stage}", 0, 1)
+            cost = {"steps": steps, "texts": len(self.texts) if steps else 0}
+            cell = self._measured(model, variant, stage, seconds)
+            cells.finish(stage, cell, origin, cost, self.settings.seed)
+
+    def _train(
+        self, model: nn.Module, variant: str, stage: str, progress: Path
+    ) -> conversion.CalibrationReport | conversion.FinetuningReport:
+        settings = self.settings
+        if stage == "calibrated":
+            return conversion.calibrate(
+                model,
+                self.train,
+                steps=settings.calibration_steps,
+                seed=settings.seed,
+                checkpoint=progress,
+                on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
+            )
+        return conversion.finetune(
+            model,
+            self.train,
+            teacher=self.original,
+            steps=settings.finetune_steps,
+            lr=settings.finetune_lr,
+            layer_weight=settings.finetune_layers,
+            seed=settings.seed,
+            checkpoint=progress,
+            on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
+        )
+
+    def _measured(self, model: nn.Module, variant: str, stage: str, seconds: float | None) -> Cell:
+        quality = conversion.coupling_quality(model, self.dev[::4])
+        assert quality is not None
+        assert quality.residual_mean is not None
+        assert quality.residual_max is not None
+        embeddings = self.pairs.embed(model, self.tokenizer, max_length=self.settings.max_length)
+        return Cell(
+            variant=variant,
+            stage=stage,
+            scores={name: self._score(embeddings, part) for name, part in self.pairs.parts().items()},
+            residual_mean=quality.residual_mean,
+            residual_max=quality.residual_max,
+            doubly_stochastic_mean=quality.doubly_stochastic_mean,
+            doubly_stochastic_max=quality.doubly_stochastic_max,
+            seconds=seconds,
+        )
+
+    def _score(self, embeddings: Tensor, part: slice) -> Score:
+        softmax, now = (self.pairs.spearman(e, part) for e in (self.reference, embeddings))
+        return Score(
+            pairs=len(self.pairs.labels[part]),
+            softmax=softmax,
+            spearman=now,
+            recovered=100 * now / softmax,
+            cosine=float((embeddings[part] * self.reference[part]).sum(-1).mean()),
+        )
+
+
+def _origin_of(stage: str, whole: Origin) -> Origin:
+    """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
+    later = {"converted": ("calibration", "finetune"), "calibrated": ("finetune",), "fine-tuned": ()}[stage]
+    return Origin({n: value for n, value in whole.settings.items() if not n.startswith(later)}, whole.sources)
+
+
+def budget(record: Record, seeds: str = "") -> str:
+    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
+    s, spent = record.origin.settings, record.provenance.budget
+    seeds = seeds or f"seed {s['seed']}"
+    checkpoint = record.origin.sources.get("checkpoint")
+    parts = [f"{checkpoint.name}, rank {s['rank']}" if checkpoint else f"rank {s['rank']}"]
+    if spent.get("steps"):
+        parts.append(f"{spent['steps']} steps on {spent['texts']} texts without labels")
+    if "finetune_lr" in s:
+        parts.append(f"lr {s['finetune_lr']:g}, layers weighed {s['finetune_layers']:g}")
+    parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, {seeds}")
+    return "; ".join([*parts, record.provenance.where()])

@@ -1,0 +1,430 @@
+"""The protocol that all modalities share: convert, calibrate, keep some layers, fine-tune without labels; score each.
+
+Every stage of every variant and seed is a cell of its own and leaves its model behind, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lotformer import conversion
+from lotformer.cli.tables import Table, mean_and_deviation
+from lotformer.conversion.api import WINDOW_SIZES
+from lotformer.conversion.hosts.tokens import TokenKind
+from lotformer.data.batches import Batch
+from lotformer.files import new_file, require_writable
+from lotformer.reading import decoding
+from lotformer.settings import Settings, setting
+
+from ...results.cells import CellFolder, Listener, Origin, Record
+from ...results.report import Report
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lot-32": {"rank": 32},
+    "lot-64": {"rank": 64},
+    "lot-128": {"rank": 128},
+    "lot-fixed": {"rank": 32, "pivots": "fixed"},
+    "lot-both": {"rank": 32, "balance": "both"},
+    **{f"lot-window-{size}": {"rank": 32, "window_size": size} for size in (3, 5, 9, 13, 33)},
+    "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
+    "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
+}
+"""What is asked of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
+no window helps."""
+
+EVERYTHING = 1 << 20
+"""What a setting that limits a number says if it does not."""
+
+_LEARNING = ("calibration", "finetune", "learned", "batch_size")
+"""How the names of settings begin that nothing depends on before anything is learned."""
+
+_ORIGINAL = "softmax"
+
+OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
+"""Other mechanisms under the same protocol. They have no parameters of their own: there is nothing to calibrate."""
+
+
+@dataclass(frozen=True)
+class ProtocolSettings(Settings):
+    """How much is spent. What is not here is as in the library."""
+
+    calibration_inputs: int = setting(256, "Unlabelled inputs to learn from.", at_least=2)
+    calibration_steps: int = setting(150, "Steps of calibration.", at_least=1)
+    first_stage: Literal["converted", "calibrated"] = setting("converted", "First stage that is scored.")
+    kept: tuple[int, ...] = setting((), "Numbers of layers to give softmax back to after calibration.", at_least=1)
+    finetune_steps: int = setting(0, "Steps of fine-tuning without labels; 0 for none.", at_least=0)
+    finetune_inputs: int = setting(0, "Unlabelled inputs for that; 0 for those of calibration.", at_least=0)
+    finetune_lr: float = setting(5e-5, "Learning rate of the original weights during that.", at_least=0)
+    finetune_mechanism_lr: float = setting(5e-3, "Learning rate of the mechanisms during that.", at_least=0)
+    finetune_precision: Literal["fp32", "bf16"] = setting("fp32", "Precision of products during that.")
+    finetune_layers: float = setting(1.0, "Weight of the loss on hidden states during fine-tuning.", at_least=0)
+    batch_size: int = setting(8, "Inputs per step.", at_least=1)
+    scored_in: Literal["fp32", "bf16"] = setting("fp32", "Precision of products while scoring, for softmax too.")
+    seeds: tuple[int, ...] = setting((0,), "Random seeds, each with cells of its own.", at_least=0)
+
+    def products(self) -> torch.autocast:
+        """Around models that run to be scored; sums and products that scores are made of stay outside."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.scored_in == "bf16")
+
+
+class Task(Protocol):
+    """A checkpoint with what it learns from and what it is judged by.
+
+    Attributes:
+        tokens: what the model reads. reference: outputs of the original that others are compared with, once it has
+            been scored.
+    """
+
+    tokens: TokenKind
+    reference: Tensor | None
+
+    def load(self, place: Path | None = None) -> Any:
+        """The original, or the converted model that `save` has written to `place`."""
+
+    def save(self, model: Any, place: Path) -> None: ...
+
+    def body(self, model: Any) -> nn.Module:
+        """The part that is converted and taught."""
+
+    def batches(self, count: int) -> Sequence[Batch]:
+        """At most so many unlabelled inputs of the body; none of them is scored."""
+
+    def test_batches(self) -> Sequence[Batch]:
+        """Some of the inputs that are scored, to look at couplings."""
+
+    def scores(self, model: Any, listen: Listener) -> dict[str, float]:
+        """What counts, the most important first. Without a reference, the model is the original and becomes it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant with one seed at one stage. `seconds` is of this stage, None if it was interrupted on the way.
+
+    `errors` are the relative output errors of the layers after calibration, `forecast` the cosine it expected.
+    """
+
+    variant: str
+    stage: str
+    seed: int
+    scores: dict[str, float]
+    softmax: dict[str, float]
+    residual_max: float | None
+    doubly_stochastic_mean: float | None
+    errors: dict[str, float]
+    forecast: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The original, as it was scored."""
+
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task with its name, for `lotformer render`, and the scores that are percentages of the original's."""
+
+    name: str
+    title: str
+    relative: tuple[str, ...]
+
+    def run(
+        self,
+        task: Task,
+        out: Path,
+        variants: Sequence[str],
+        settings: ProtocolSettings,
+        sources: Mapping[str, Any],
+        listen: Listener = lambda what, now, total: None,
+        command: str = "",
+    ) -> list[Cell]:
+        """Fill every stage of every seed and variant that is not in `out` yet; returns all of them.
+
+        Raises:
+            ValueError: a variant is unknown, or `out` holds cells made from something else.
+        """
+        for name in variants:
+            if name not in VARIANTS | OTHERS:
+                raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS | OTHERS)}.")
+        originals = CellFolder(out, Softmax, self.name, command)
+        bench = _Bench(task, originals, Origin(_of_the_original(settings), dict(sources)), settings, listen)
+        cells = []
+        for seed in settings.seeds:
+            for name in variants:
+                folder = CellFolder(_place(out, name, seed), Cell, self.name, command)
+                whole = Origin(
+                    {**_described(settings), "seed": seed, "options": _in_full(name, task.tokens)}, dict(sources)
+                )
+                origins = {stage: _origin_of(stage, whole) for stage in _stages(name, settings)}
+                if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
+                    require_writable(folder.folder)
+                    bench.fill(name, seed, folder, origins)
+                found = (folder.find(stage, origin) for stage, origin in origins.items())
+                cells += [cell for cell in found if cell is not None]
+        return cells
+
+    def render(self, folder: Path) -> Report:
+        """The table of every cell in the folder, and below it what was spent on them."""
+        found: list[Record] = []
+        for name in VARIANTS | OTHERS:
+            for place in sorted((folder / name).glob("seed*")):
+                cells = CellFolder(place, Cell, self.name)
+                stages = (path.stem for path in place.glob("*.json"))
+                found += [record for stage in stages if (record := cells.record(stage)) is not None]
+        if not found:
+            raise ValueError(f"{folder} holds no finished cell.")
+        found.sort(key=lambda record: _order(record.cell))
+        budgets: dict[str, dict[str, list[int]]] = {}
+        for record in found:
+            row = f"{record.cell.variant} {record.cell.stage}"
+            budgets.setdefault(_budget(record), {}).setdefault(row, []).append(record.cell.seed)
+        notes = [f"{_with_seeds(places)}: {text}." for text, places in budgets.items()]
+        notes += [_errors(record.cell) for record in found if record.cell.stage == "calibrated"]
+        commands = tuple(dict.fromkeys(record.provenance.command for record in found))
+        return Report(commands, (self._table(found),), tuple(notes))
+
+    def _table(self, records: Sequence[Record]) -> Table:
+        """A row for each variant and stage, the mean over seeds with one budget; scores that can be in percent, too."""
+        softmax: dict[str, float] = records[0].cell.softmax
+        names = list(softmax)
+        columns = ("variant, stage", *names, "residual,\nmax", "d.s. error,\nmean", "cosine\nexpected", "seconds")
+        rows = [("softmax", *(f"{softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
+        alike: dict[tuple[str, str, str], list[Cell]] = {}
+        for record in records:
+            settings = {name: value for name, value in record.origin.settings.items() if name != "seed"}
+            alike.setdefault((record.cell.variant, record.cell.stage, repr(settings)), []).append(record.cell)
+        for (variant, stage, _), seeds in alike.items():
+            residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
+            errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
+            rows.append(
+                (
+                    f"{variant}, {stage}",
+                    *(self._score(name, seeds) for name in names),
+                    f"{max(residuals):.0e}" if residuals else "–",
+                    f"{sum(errors) / len(errors):.2g}" if errors else "–",
+                    mean_and_deviation([cell.forecast for cell in seeds if cell.forecast is not None], digits=3),
+                    mean_and_deviation([cell.seconds for cell in seeds if cell.seconds is not None], digits=0),
+                )
+            )
+        return Table(self.title, columns, tuple(rows))
+
+    def _score(self, name: str, seeds: Sequence[Cell]) -> str:
+        shown = mean_and_deviation([cell.scores[name] for cell in seeds], digits=4)
+        if name not in self.relative:
+            return shown
+        return f"{shown} ({mean_and_deviation([100 * cell.scores[name] / cell.softmax[name] for cell in seeds])} %)"
+
+
+class _Bench:
+    """The task, its original's scores, and the stages."""
+
+    def __init__(
+        self, task: Task, originals: CellFolder[Softmax], origin: Origin, settings: ProtocolSettings, listen: Listener
+    ) -> None:
+        self.task, self.originals, self.origin, self.settings, self.listen = task, originals, origin, settings, listen
+        self.softmax: dict[str, float] = {}
+
+    def fill(self, variant: str, seed: int, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
+        """Go through the stages; a finished one only hands its model on."""
+        self._remember_the_original()
+        torch.manual_seed(seed)
+        begun = time.perf_counter()
+        model = self.task.load().eval()
+        body = self.task.body(model)
+        layers = conversion.convert(body, variant if variant in OTHERS else "lot", **_options(variant)).converted
+        if "calibrated" in origins and max(self.settings.kept, default=0) >= len(layers):
+            raise ValueError(
+                f"kept must leave layers converted: the model has {len(layers)}, got {self.settings.kept}."
+            )
+        spent: float | None = time.perf_counter() - begun
+        last: Cell | None = None
+        for stage, origin in origins.items():
+            place = cells.folder / stage
+            done = cells.find(stage, origin)
+            if done is not None:
+                if stage == "calibrated":
+                    model, last = self.task.load(place).eval(), done
+                continue
+            progress = cells.begin(stage, origin)
+            errors, forecast, steps, inputs = (last.errors if last else {}), None, 0, 0
+            current = model
+            if stage == "calibrated":
+                resumed, report = progress.exists(), self._calibrate(variant, seed, model, progress)
+                errors, steps, spent = report.error_after, report.steps, None if resumed else report.seconds
+                forecast = None if report.forecast is None else report.forecast.cosine
+                inputs = self.settings.calibration_inputs
+                self.task.save(model, place)
+            elif stage.startswith("kept"):
+                current, spent = self.task.load(cells.folder / "calibrated").eval(), 0.0
+                worst = sorted(errors, key=errors.__getitem__, reverse=True)[: int(stage.rpartition("-")[2])]
+                conversion.revert(self.task.body(current), layers=worst)
+            elif stage == "fine-tuned":
+                resumed, tuned = progress.exists(), self._finetune(variant, seed, model, progress)
+                steps, spent = tuned.steps, None if resumed else tuned.seconds
+                inputs = self._taught_with
+                self.task.save(model, place)
+            cell = self._measured(current, variant, stage, seed, errors, forecast, spent)
+            last = cell if stage == "calibrated" else last
+            cells.finish(stage, cell, origin, {"steps": steps, "inputs": inputs}, seed)
+
+    def _remember_the_original(self) -> None:
+        """Score it, unless that was done: by this run, or by one that has left its outputs in the folder."""
+        if self.softmax:
+            return
+        found, kept = self.originals.find(_ORIGINAL, self.origin), self.originals.folder / f"{_ORIGINAL}.pt"
+        if found is not None and kept.is_file():
+            with decoding(kept, "what the original gave (delete it to make it again)"):
+                self.task.reference = torch.load(kept, weights_only=True)
+            self.softmax = found.scores
+            return
+        self.task.reference = None
+        self.softmax = self._scores(self.task.load().eval(), _ORIGINAL)
+        assert self.task.reference is not None
+        require_writable(self.originals.folder)
+        with new_file(kept) as draft:
+            torch.save(self.task.reference, draft)
+        self.originals.finish(_ORIGINAL, Softmax(self.softmax), self.origin, {}, seed=0)
+
+    def _calibrate(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.CalibrationReport:
+        return conversion.calibrate(
+            self.task.body(model),
+            self.task.batches(self.settings.calibration_inputs),
+            steps=self.settings.calibration_steps,
+            seed=seed,
+            checkpoint=progress,
+            on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
+        )
+
+    @property
+    def _taught_with(self) -> int:
+        return self.settings.finetune_inputs or self.settings.calibration_inputs
+
+    def _finetune(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.FinetuningReport:
+        return conversion.finetune(
+            self.task.body(model),
+            self.task.batches(self._taught_with),
+            teacher=self.task.body(self.task.load()).eval(),
+            steps=self.settings.finetune_steps,
+            lr=self.settings.finetune_lr,
+            mechanism_lr=self.settings.finetune_mechanism_lr,
+            precision=self.settings.finetune_precision,
+            layer_weight=self.settings.finetune_layers,
+            seed=seed,
+            checkpoint=progress,
+            on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
+        )
+
+    def _measured(
+        self,
+        model: Any,
+        variant: str,
+        stage: str,
+        seed: int,
+        errors: dict[str, float],
+        forecast: float | None,
+        seconds: float | None,
+    ) -> Cell:
+        body = self.task.body(model.eval())
+        quality = conversion.coupling_quality(body, self.task.test_batches())
+        return Cell(
+            variant=variant,
+            stage=stage,
+            seed=seed,
+            scores=self._scores(model, variant),
+            softmax=self.softmax,
+            residual_max=None if quality is None else quality.residual_max,
+            doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
+            errors=errors,
+            forecast=forecast,
+            seconds=seconds,
+        )
+
+    def _scores(self, model: Any, variant: str) -> dict[str, float]:
+        return self.task.scores(model, lambda what, now, total: self.listen(f"{variant}: {what}", now, total))
+
+
+def _place(out: Path, variant: str, seed: int) -> Path:
+    return out / variant / f"seed{seed}"
+
+
+def _described(settings: ProtocolSettings) -> dict[str, Any]:
+    """The settings that results depend on; what says which cells to make is not among them."""
+    described = dataclasses.asdict(settings)
+    return {name: value for name, value in described.items() if name not in ("seeds", "kept", "first_stage")}
+
+
+def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
+    """The settings that the original's scores depend on: nothing that is spent on conversions."""
+    return {name: value for name, value in _described(settings).items() if not name.startswith(_LEARNING)}
+
+
+def _options(variant: str) -> dict[str, Any]:
+    return (VARIANTS | OTHERS)[variant]
+
+
+def _in_full(variant: str, tokens: TokenKind) -> dict[str, Any]:
+    """With the width of the window, which is a default: cells must not outlive it."""
+    options = _options(variant)
+    reads_neighbours = variant in VARIANTS and options.get("window", "default") is not None
+    return {**options, "window_size": options.get("window_size", WINDOW_SIZES[tokens])} if reads_neighbours else options
+
+
+def _stages(variant: str, settings: ProtocolSettings) -> list[str]:
+    learned = ["calibrated", *(f"kept-{count}" for count in settings.kept)] if variant in VARIANTS else []
+    taught = [*learned, *(["fine-tuned"] if settings.finetune_steps else [])]
+    return taught if taught and settings.first_stage == "calibrated" else ["converted", *taught]
+
+
+def _order(cell: Cell) -> tuple[int, int, int, int]:
+    """Variants as they are listed, stages as they follow each other, more layers kept later; then seeds."""
+    kind, _, count = cell.stage.partition("-")
+    stage = ("converted", "calibrated", "kept", "fine").index(kind)
+    return list(VARIANTS | OTHERS).index(cell.variant), stage, int(count) if count.isdigit() else 0, cell.seed
+
+
+def _origin_of(stage: str, whole: Origin) -> Origin:
+    """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
+    later: tuple[str, ...] = {"converted": _LEARNING, "fine-tuned": ()}.get(stage, ("finetune",))
+    settings = {name: value for name, value in whole.settings.items() if not name.startswith(later)}
+    return Origin(settings, whole.sources)
+
+
+def _budget(record: Record) -> str:
+    settings, budget = record.origin.settings, record.provenance.budget
+    parts = [source.name for source in record.origin.sources.values()]
+    if budget.get("steps"):
+        parts.append(f"{budget['steps']} steps of {settings['batch_size']} on {budget['inputs']} unlabelled inputs")
+    if "finetune_lr" in settings:
+        rates = f"lr {settings['finetune_lr']:g}, of mechanisms {settings['finetune_mechanism_lr']:g}"
+        parts.append(f"{rates}, layers weighed {settings['finetune_layers']:g}")
+    known = {field.name for field in dataclasses.fields(ProtocolSettings)} | {"options", "seed"}
+    own = {name: value for name, value in settings.items() if name not in known and value not in (0, EVERYTHING)}
+    parts += [f"{name.replace('_', ' ')} {value}" for name, value in own.items()]
+    if settings.get("finetune_precision", "fp32") != "fp32":
+        parts.append(f"learned in {settings['finetune_precision']}")
+    if settings["scored_in"] != "fp32":
+        parts.append(f"scored in {settings['scored_in']}")
+    return "; ".join([*parts, record.provenance.where()])
+
+
+def _with_seeds(places: Mapping[str, Sequence[int]]) -> str:
+    """`lot-32 calibrated (seeds 0, 1), lot-64 calibrated (seed 0)`."""
+    return ", ".join(
+        f"{place} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for place, seeds in places.items()
+    )
+
+
+def _errors(cell: Cell) -> str:
+    mean = sum(cell.errors.values()) / len(cell.errors)
+    each = ", ".join(f"{error:.3f}" for error in cell.errors.values())
+    return f"{cell.variant}, seed {cell.seed}: relative output error of a layer {mean:.3f}; by depth {each}."

@@ -1,0 +1,127 @@
+"""How much faster a vision transformer is when it is converted, whole, at several sizes of the image.
+
+Speed does not depend on what was learned, so nothing is: fresh mechanisms, random pixels. Models take turns and the
+best run of each counts. With one thread it is the processor's time, which other work does not lengthen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lotformer import conversion
+from lotformer.cli.tables import Table
+from lotformer.files import require_writable
+from lotformer.settings import Settings, setting
+
+from ...results.cells import CellFolder, Listener, Origin, Record
+from ...results.report import Report
+
+NAME = "survival-speed"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lot, 13 × 13": {"pivots": "input-aware", "balance": "keys", "window_size": 13},
+    "lot, 9 × 9": {"pivots": "input-aware", "balance": "keys", "window_size": 9},
+    "lot, 5 × 5": {"pivots": "input-aware", "balance": "keys", "window_size": 5},
+    "lot, fixed, 5 × 5": {"pivots": "fixed", "balance": "keys", "window_size": 5},
+    "transport alone": {"pivots": "fixed", "balance": "keys", "window": None, "prefix_tokens": 0},
+}
+"""What is asked of `convert`, from the nearest to the original over its default, the second, to the fastest."""
+
+
+@dataclass(frozen=True)
+class SpeedSettings(Settings):
+    """What is timed."""
+
+    model: str = setting("vit_small_patch14_dinov2", "Name of the model in timm.")
+    sizes: tuple[int, ...] = setting((224, 518, 1036), "Pixels a side.")
+    rank: int = setting(32, "Pivots per head.", at_least=1)
+    batch_size: int = setting(1, "Images at a time.", at_least=1)
+    repeats: int = setting(5, "Turns of every model.", at_least=1)
+    seed: int = setting(0, "Random seed.")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Seconds a forward pass at one size, by model; "softmax" is the original."""
+
+    size: int
+    tokens: int
+    seconds: dict[str, float]
+
+
+def run(
+    out: Path, settings: SpeedSettings, listen: Listener = lambda what, now, total: None, command: str = ""
+) -> list[Cell]:
+    """Time every size that is not in `out` yet; returns all of them."""
+    cells, found = CellFolder(out, Cell, NAME, command), []
+    for size in settings.sizes:
+        kept = {name: value for name, value in dataclasses.asdict(settings).items() if name != "sizes"}
+        name, origin = f"{size}", Origin({**kept, "variants": VARIANTS}, {})
+        cell = cells.find(name, origin)
+        if cell is None:
+            require_writable(out)
+            cells.begin(name, origin)
+            cell = cells.finish(
+                name, _timed(size, settings, listen), origin, {"turns": settings.repeats}, settings.seed
+            )
+        found.append(cell)
+    return found
+
+
+def render(folder: Path) -> Report:
+    """A row for each size, a column for each model."""
+    place = CellFolder(folder, Cell, NAME)
+    stems = sorted((path.stem for path in folder.glob("*.json")), key=lambda stem: (len(stem), stem))
+    found: list[Record] = [record for stem in stems if (record := place.record(stem)) is not None]
+    if not found:
+        raise ValueError(f"{folder} holds no finished cell.")
+    rows = []
+    for record in found:
+        cell: Cell = record.cell
+        softmax = cell.seconds["softmax"]
+        others = [
+            f"{value:.3f} s, {softmax / value:.2f} ×" for name, value in cell.seconds.items() if name != "softmax"
+        ]
+        rows.append((f"{cell.size} px, {cell.tokens} tokens", f"{softmax:.3f} s", *others))
+    columns = ("", *(name.replace(", ", ",\n") for name in found[0].cell.seconds))
+    settings, source = found[0].origin.settings, found[0].provenance
+    clock = "processor's time" if source.threads == 1 else "time"
+    note = f"{settings['model']}, rank {settings['rank']}, batch {settings['batch_size']}; {clock}, best of "
+    note += f"{settings['repeats']} turns; {source.where()}."
+    commands = tuple(dict.fromkeys(record.provenance.command for record in found))
+    return Report(commands, (Table("A forward pass of the whole model, and × softmax", columns, tuple(rows)),), (note,))
+
+
+def _timed(size: int, settings: SpeedSettings, listen: Listener) -> Cell:
+    torch.manual_seed(settings.seed)
+    models = {"softmax": _build(settings)}
+    for name, options in VARIANTS.items():
+        models[name] = _build(settings)
+        conversion.convert(models[name], "lot", rank=settings.rank, **options)
+    images = torch.randn(settings.batch_size, 3, size, size)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    best = dict.fromkeys(models, float("inf"))
+    with torch.no_grad():
+        for turn in range(settings.repeats):
+            listen(f"{size} px", turn, settings.repeats)
+            for name, model in models.items():
+                begun = clock()
+                model(images)
+                best[name] = min(best[name], clock() - begun)
+        tokens: Any = models["softmax"].forward_features(images[:1])  # type: ignore[operator]
+    return Cell(size, tokens.shape[1], best)
+
+
+def _build(settings: SpeedSettings) -> nn.Module:
+    import timm
+
+    options: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
+    model: nn.Module = timm.create_model(settings.model, **options)
+    return model.eval()

@@ -1,0 +1,274 @@
+"""What the vision ablations share: rows of one table, each a small model trained with the same budget.
+
+A cell is one row with one seed. Every cell leaves the weights it ended with in `runs/<cell>/best.pt`, from which
+figures are drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lotformer.cli.tables import mean_and_deviation
+from lotformer.data.vision.transforms import evaluation_transform
+from lotformer.files import require_writable
+from lotformer.settings import Settings, setting
+from lotformer.training.logs import Progress
+from lotformer.training.run import BEST, train
+from lotformer.vision.build import load_trained
+from lotformer.vision.evaluation import Transformed, evaluate, evaluation_loader
+from lotformer.vision.settings import VisionSettings
+from lotformer.vision.task import ImageSets, Vision, normalisation, open_sets
+
+from ...results.cells import CellFolder, Listener, Origin, Record
+from ...results.sources import Source, folder_source
+
+
+@dataclass(frozen=True)
+class AblationSettings(Settings):
+    """The budget of every cell. The defaults are a short one that a laptop finishes; the table says so."""
+
+    model: str = setting("lot_vit_half", "A model of lotformer.models with one size of patches.")
+    depth: int = setting(4, "Blocks of the model.", at_least=1)
+    patch_size: int = setting(8, "Side of a patch in pixels.", at_least=1)
+    image_size: int = setting(64, "Side of the images in pixels.", at_least=1)
+    rank: int = setting(16, "Pivots of LOT, where the table does not vary them.", at_least=1)
+    epochs: float = setting(2.0, "Passes over the training set.", at_least=0)
+    batch_size: int = setting(64, "Images per step.", at_least=1)
+    lr: float = setting(1e-3, "Peak learning rate; a rise over the first tenth, then a cosine to zero.", at_least=0)
+    crop_scale: float = setting(0.35, "Smallest share of the image that a random crop keeps.", at_least=0.01)
+
+
+_TOLD = ("model", "depth", "patch_size", "image_size", "rank", "epochs", "batch_size", "lr", "crop_scale")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row of a table trains: a mechanism with its options, and options of the model."""
+
+    attention: str = "lot"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row with one seed, evaluated after its last step.
+
+    Attributes:
+        residual: worst relative column error of its LOT layers on a batch of validation images; None without any.
+        minutes: of training and its evaluation; None if the run was interrupted on the way.
+        waiting, attention: shares of the last steps.
+        forward_ms, backward_ms: of a training step, best of several.
+    """
+
+    row: str
+    seed: int
+    top1: float
+    top5: float
+    residual: float | None
+    parameters: int
+    epochs: float
+    steps: int
+    minutes: float | None
+    images_per_second: float
+    waiting: float
+    attention: float | None
+    forward_ms: float
+    backward_ms: float
+
+
+def run(
+    name: str,
+    rows: Mapping[str, Row],
+    data: Path,
+    out: Path,
+    settings: AblationSettings,
+    seeds: int,
+    listen: Listener = lambda what, now, total: None,
+    command: str = "",
+) -> list[Cell]:
+    """Fill every cell that is not in `out` yet, all rows with one seed before the next; returns all of them.
+
+    Raises:
+        ValueError: `out` holds cells made from something else.
+    """
+    budget = {field: getattr(settings, field) for field in _TOLD}
+    images = images_source(data)
+    folder = CellFolder(out, Cell, name, command)
+    chosen = [(f"{slug}-seed{seed}", slug, seed) for seed in range(seeds) for slug in rows]
+    origins = {
+        cell: Origin({**budget, "row": _plain(rows[slug]), "seed": seed}, {"images": images})
+        for cell, slug, seed in chosen
+    }
+    missing = [entry for entry in chosen if folder.find(entry[0], origins[entry[0]]) is None]
+    if missing:
+        require_writable(out)
+        sets = open_sets(_vision(settings, Row(), 0, data), listen)
+    for cell, slug, seed in missing:
+        folder.begin(cell, origins[cell])
+        made = _trained(settings, slug, rows[slug], seed, data, sets, out / "runs" / cell, listen)
+        folder.finish(cell, made, origins[cell], {"steps": made.steps, "epochs": made.epochs}, seed)
+    found = (folder.find(cell, origins[cell]) for cell, _, _ in chosen)
+    return [cell for cell in found if cell is not None]
+
+
+def records(name: str, rows: Sequence[str], folder: Path) -> dict[str, list[Record]]:
+    """The finished cells of each row, by row; rows without any are left out.
+
+    Raises:
+        ValueError: there is none at all.
+    """
+    cells = CellFolder(folder, Cell, name)
+    found: dict[str, list[Record]] = {}
+    for slug in rows:
+        paths = sorted(folder.glob(f"{slug}-seed*.json"))
+        made = [record for path in paths if (record := cells.record(path.stem)) is not None]
+        if made:
+            found[slug] = made
+    if not found:
+        raise ValueError(f"{folder} holds no finished cell of {name}.")
+    return found
+
+
+def top1(found: Sequence[Record]) -> str:
+    return mean_and_deviation([record.cell.top1 for record in found], 100)
+
+
+def budget_notes(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
+    """What was spent and on what, and where: one line per different answer."""
+    made = [record for row in found.values() for record in row]
+    told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in made]
+    budgets = [
+        f"Short budget: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} "
+        f"steps of {s['batch_size']} images); {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} "
+        f"px; LOT with {s['rank']} pivots unless a row says otherwise; AdamW, peak lr {s['lr']:g}, cosine schedule; "
+        f"flips and random crops that keep at least {100 * s['crop_scale']:g} % of an image."
+        for s, images, steps in told
+    ]
+    places = [f"{record.provenance.where()}." for record in made]
+    return tuple(dict.fromkeys([*budgets, *places]))
+
+
+def commands(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.provenance.command for made in found.values() for record in made))
+
+
+def images_source(data: Path) -> Source:
+    """All files of the set, by content.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not data.is_dir():
+        raise FileNotFoundError(f"{data} is not a folder: --data expects one that holds train/ and val/ with images.")
+    return folder_source(data, (path for path in data.rglob("*") if path.is_file()))
+
+
+def step_milliseconds(
+    model: nn.Module, size: tuple[int, int], batch_size: int, repeats: int = 5
+) -> tuple[float, float]:
+    """Forward and backward of a training step on random images, each the best of several."""
+    pixels, labels = torch.randn(batch_size, 3, *size), torch.zeros(batch_size, dtype=torch.long)
+    model.train()
+    best = [float("inf"), float("inf")]
+    for _ in range(repeats):
+        start = time.perf_counter()
+        loss = F.cross_entropy(model(pixels), labels)
+        middle = time.perf_counter()
+        loss.backward()
+        best = [min(best[0], middle - start), min(best[1], time.perf_counter() - middle)]
+        model.zero_grad()
+    return 1e3 * best[0], 1e3 * best[1]
+
+
+def _vision(settings: AblationSettings, row: Row, seed: int, data: Path) -> VisionSettings:
+    options = {"rank": settings.rank, **row.options} if row.attention == "lot" else row.options
+    model_options = {"depth": settings.depth, "patch_size": settings.patch_size, **row.model_options}
+    return VisionSettings(
+        recipe="none",
+        data=data,
+        cache=True,
+        model=settings.model,
+        attention=row.attention,
+        attention_args=tuple(f"{name}={value!r}" for name, value in options.items()),
+        model_args=tuple(f"{name}={value!r}" for name, value in model_options.items()),
+        image_size=(settings.image_size,),
+        crop=1.0,
+        epochs=settings.epochs,
+        warmup_epochs=settings.epochs / 10,
+        batch_size=settings.batch_size,
+        lr=settings.lr,
+        clip_norm=None,
+        label_smoothing=0.1,
+        crop_scale=(settings.crop_scale, 1.0),
+        seed=seed,
+        save_every=100,
+    )
+
+
+def _trained(
+    settings: AblationSettings,
+    slug: str,
+    row: Row,
+    seed: int,
+    data: Path,
+    sets: ImageSets,
+    folder: Path,
+    listen: Listener,
+) -> Cell:
+    vision = _vision(settings, row, seed, data)
+    resumed = (folder / "last.pt").exists()
+    report = train(Vision(vision, sets), folder, resume=True, listeners=[_Told(f"{slug}, seed {seed}", listen)])
+    trained = load_trained(folder / BEST)
+    assert sets.val is not None
+    transform = evaluation_transform(vision.size, vision.crop, **normalisation(vision))
+    judged = evaluate(trained.model, evaluation_loader(Transformed(sets.val, transform)))
+    forward, backward = step_milliseconds(trained.model, vision.size, vision.batch_size)
+    return Cell(
+        row=slug,
+        seed=seed,
+        top1=judged.top1,
+        top5=judged.top5,
+        residual=judged.residual,
+        parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        epochs=settings.epochs,
+        steps=report.steps,
+        minutes=None if resumed else report.seconds / 60,
+        images_per_second=report.samples_per_second,
+        waiting=report.waiting,
+        attention=report.attention,
+        forward_ms=forward,
+        backward_ms=backward,
+    )
+
+
+class _Told:
+    """Passes the steps of a run on to a progress bar."""
+
+    def __init__(self, what: str, listen: Listener) -> None:
+        self.what, self.listen = what, listen
+
+    def started(self, step: int, steps: int) -> None:
+        self.listen(self.what, step, steps)
+
+    def stepped(self, progress: Progress) -> None:
+        self.listen(self.what, progress.step, progress.steps)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row)

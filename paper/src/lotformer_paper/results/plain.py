@@ -1,0 +1,40 @@
+"""Dataclasses from the plain values that JSON keeps of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from lotformer.reading import read_json
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], path: Path) -> T:
+    """A dataclass from the JSON file it was written to.
+
+    Raises:
+        ValueError: the file is not JSON, or holds something else.
+    """
+    try:
+        return restore(kind, read_json(path))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not a result of this version of lotformer ({error}).") from error
+
+
+def restore(kind: Any, plain: Any) -> Any:
+    """The inverse of `dataclasses.asdict` and a trip through JSON, where tuples become lists and keys strings."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        kinds = typing.get_type_hints(kind)
+        return kind(**{name: restore(kinds[name], value) for name, value in plain.items()})
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if plain is None else restore(next(part for part in parts if part is not type(None)), plain)
+    if origin is tuple:
+        return tuple(restore(parts[0], value) for value in plain)
+    if origin is dict:
+        return {(int(key) if parts[0] is int else key): restore(parts[1], value) for key, value in plain.items()}
+    return plain
