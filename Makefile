@@ -9,12 +9,12 @@ KERNEL := $(wildcard setup.py src/lotformer/ops/cpu/*.cpp src/lotformer/ops/cpu/
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(KERNEL)
+$(VENV)/.ready: pyproject.toml paper/pyproject.toml constraints.txt $(KERNEL)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (about two minutes the first time) ..."
 	@$(PIP) --upgrade pip setuptools wheel
 	@$(PIP) torch numpy
-	@$(PIP) --no-build-isolation -e ".[dev]"
+	@$(PIP) --no-build-isolation -e ".[dev]" -e ./paper
 	@touch $@
 
 demo: setup

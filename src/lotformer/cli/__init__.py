@@ -6,18 +6,16 @@ from typing import Annotated
 
 import typer
 
-from lotformer_paper.cli import bench, data, experiment, figures
-from lotformer_paper.cli.render import render
-from lotformer_paper.cli.translation import translate_command
-
 from .. import __version__
 from . import evaluate, train
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
+from .plugins import Extended, add_commands
 
 app = typer.Typer(
     name="lotformer",
+    cls=Extended,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
@@ -40,14 +38,8 @@ def main(
 
 
 app.command()(doctor)
-app.add_typer(data.app, name="data")
 app.add_typer(train.app, name="train")
 app.add_typer(evaluate.app, name="eval")
-app.add_typer(experiment.app, name="experiment")
-app.add_typer(figures.app, name="figures")
-app.add_typer(bench.app, name="bench")
-app.command("zoo")(bench.zoo_command)
-app.command()(render)
 app.command()(convert)
-app.command("translate")(translate_command)
 app.command()(demo)
+add_commands({"": app, "train": train.app, "eval": evaluate.app})

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lotformer_paper.results.provenance import cpu_model
-
 from .. import __version__
 from ..extras import PACKAGES, command
+from ..machine import cpu_model
 from ..ops import cpu
 from ..ops.backends import BACKENDS
 

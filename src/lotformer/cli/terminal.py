@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import rich.table
 import typer
@@ -15,12 +14,11 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lotformer_paper.results import figures
-from lotformer_paper.results.cells import Listener
-from lotformer_paper.results.report import Report
-
 from ..extras import reason
 from .tables import Table
+
+Listener = Callable[[str, int, int], None]
+"""Called with what is being done, how far it is, and how far it will go."""
 
 
 def command_line() -> str:
@@ -59,23 +57,6 @@ def progress_bar(console: Console) -> Iterator[Listener]:
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=None)
         yield lambda what, now, total: progress.update(bar, description=what, completed=now, total=total)
-
-
-def publish(console: Console, report: Report, folder: Path) -> None:
-    """Show a report, write it beside the numbers it was rendered from, and say where."""
-    show(console, report)
-    files = report.write(folder)
-    say(console, f"Wrote {', '.join(map(str, files))}")
-    if report.draw is not None and not figures.can_draw():
-        say(console, f"No figure: {figures.MISSING}, then `lotformer render {folder}`.")
-
-
-def show(console: Console, report: Report) -> None:
-    """Tables and notes."""
-    for table in report.tables:
-        show_table(console, table)
-    for note in report.notes:
-        console.print(note, markup=False, highlight=False)
 
 
 def say(console: Console, text: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from lotformer_paper.cli.longrange import train_lra
-from lotformer_paper.cli.translation import train_translation
-
+from .plugins import Extended
 from .vision import train_vision
 
-app = typer.Typer(help="Train models from scratch.", no_args_is_help=True)
+app = typer.Typer(help="Train models from scratch.", no_args_is_help=True, cls=Extended)
 
 
 @app.callback()
@@ -18,5 +16,3 @@ def main() -> None:
 
 
 app.command("vision")(train_vision)
-app.command("lra")(train_lra)
-app.command("translation")(train_translation)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from lotformer_paper.results.cells import Listener
 
 from .. import conversion
 from ..attention.lot import LOT
@@ -27,6 +26,9 @@ from ..data.sentence_pairs import SentencePairs
 from ..data.text import embed, text_batches
 from ..settings import Settings, setting
 from .speed import Speed, compare_speed
+
+Listener = Callable[[str, int, int], None]
+"""Called with what is being done, how far it is, and how far it will go."""
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 SECOND_BEST: dict[str, Any] = {"pivots": "fixed"}

@@ -1,0 +1,1 @@
+"""Image classification as a task of the training loop."""

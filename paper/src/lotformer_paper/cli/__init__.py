@@ -1,0 +1,1 @@
+"""`lotformer experiment`, `bench`, `figures`, `render`, … : a module per group."""

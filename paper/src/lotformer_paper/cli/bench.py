@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lotformer.cli.settings import with_settings
 from lotformer.cli.tables import Table
-from lotformer.cli.terminal import command_line, one_clear_error, publish, show_table
+from lotformer.cli.terminal import command_line, one_clear_error, show_table
 from lotformer.files import require_writable, write_json
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
@@ -19,6 +19,7 @@ from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
 from ..results.provenance import Provenance, provenance
 from ..results.report import Report
+from .reports import publish
 
 app = typer.Typer(help="Measure run time, memory and distance from the machine's limit.", no_args_is_help=True)
 

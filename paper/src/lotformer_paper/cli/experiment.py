@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.settings import with_settings
-from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, publish
-from lotformer.cli.vision import rank_ablation, sinkhorn_ablation, vision_ladder
+from lotformer.cli.terminal import command_line, one_clear_error, progress_bar
 from lotformer.data import glue as glue_data
 from lotformer.data import minilm
 from lotformer.data.checkpoints import checkpoint_folder
@@ -20,8 +19,10 @@ from ..experiments import balance as balance_experiment
 from ..experiments import glue as glue_experiment
 from ..experiments import stsb as stsb_experiment
 from .longrange import experiment_lra, experiment_pathfinder, experiment_search, experiment_throughput
+from .reports import publish
 from .survival import conversion_anatomy, survival_retrieval, survival_speed, survival_translation, survival_vision
 from .translation import experiment_translation, experiment_translation_speed
+from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 

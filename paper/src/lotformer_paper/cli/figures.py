@@ -10,11 +10,11 @@ from rich.console import Console
 
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import one_clear_error, say, show_table
-from lotformer.cli.vision import cls_maps_figure, clusters_figure
 from lotformer.files import require_writable
 
 from ..experiments import coupling_figure
 from ..results import figures as results_figures
+from .vision import cls_maps_figure, clusters_figure
 
 app = typer.Typer(help="Draw the paper's figures.", no_args_is_help=True)
 

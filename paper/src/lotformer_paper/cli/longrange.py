@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.settings import with_settings
-from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, publish, say
+from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, say
 from lotformer.data.folder import VARIABLE, data_folder
 
 from ..experiments.longrange import pathfinder_check, search, table, throughput
 from ..experiments.longrange.settings import LongRangeSettings, completed
+from .reports import publish
 
 WANTED = "the public sets of the tasks (aclImdb, CIFAR-10, …), or nothing for ListOps and Pathfinder"
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lotformer.cli.terminal import one_clear_error, publish
+from lotformer.cli.terminal import one_clear_error
 from lotformer.reading import read_json
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
@@ -22,6 +22,7 @@ from ..experiments.translation import speed as translation_speed
 from ..experiments.translation import table as translation
 from ..experiments.vision import ladder, rank, sinkhorn
 from ..results.report import Report
+from .reports import publish
 
 _BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
 _EXPERIMENTS = (balance, glue, stsb, lra, lra_search, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)

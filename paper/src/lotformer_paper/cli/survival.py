@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.settings import with_settings
-from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, publish
+from lotformer.cli.terminal import command_line, one_clear_error, progress_bar
 from lotformer.data import glue
 from lotformer.data.checkpoints import checkpoint_folder
 from lotformer.data.folder import VARIABLE, data_folder
@@ -18,6 +18,7 @@ from ..data import retrieval
 from ..experiments.survival import anatomy, speed, translation, vision
 from ..experiments.survival import retrieval as retriever
 from ..results.sources import Source, checkpoint_source, files_source, folder_source
+from .reports import publish
 
 Weights = Annotated[Path, typer.Option(help="safetensors file with the weights of the model.")]
 Images = Annotated[Path, typer.Option(help="Folder with a folder of images for each class.")]

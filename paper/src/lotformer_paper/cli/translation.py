@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.settings import with_settings
-from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, publish, say
+from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, say
 from lotformer.data.folder import VARIABLE, data_folder
 from lotformer.reading import decoded_lines, read_lines
 
 from ..data.translation.sets import prepare
 from ..experiments.translation import speed, table
 from ..experiments.translation.settings import PairSettings, TranslationSettings, completed, recipe_of
+from .reports import publish
 
 WANTED = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
 

@@ -1,0 +1,1 @@
+"""The long-range encoder, and translation on transformers' Marian."""

@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lotformer import __version__
+from lotformer.machine import cpu_model
 
 PACKAGES = (
     "torch", "numpy", "transformers", "tokenizers", "safetensors", "sentence-transformers", "timm", "torchvision",
@@ -86,19 +85,9 @@ def commit() -> str | None:
     here = Path(__file__).parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None  # e.g. installed below somebody else's repository
-    head = _git(here, "rev-parse", "HEAD")
-    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    root, head = _git(here, "rev-parse", "--show-toplevel"), _git(here, "rev-parse", "HEAD")
+    changed = _git(Path(root or here), "status", "--porcelain", "--untracked-files=no", "--", "src", "paper/src")
     return f"{head}-dirty" if changed else head
-
-
-def cpu_model() -> str:
-    """The processor's name, and the instruction set that PyTorch uses on it."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Image classification: training, evaluation and the paper's ablations of vision models."""
+"""The ablations of vision models, and pictures of their attention."""
