@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "lotformer"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "lotformer"
+PAPER = ROOT / "paper" / "src" / "lotformer_paper"
 
 LAYERS = (
+    {"settings", "files", "reading", "extras", "machine"},  # import nothing of ours, serve every layer
     {"ops"},
     {"nn"},
     {"attention"},
     {"layers"},
     {"models", "data", "training"},
-    {"conversion", "results"},
-    {"bench", "experiments", "demo"},
+    {"conversion"},
+    {"vision", "demo"},
     {"cli"},
     {"__main__"},
 )
+PAPER_LAYERS = ({"results", "data", "models"}, {"bench", "experiments"}, {"cli"})
 HELPERS = {
-    "_settings": "frozen settings from Python, TOML or a command line; imports nothing of ours, serves every layer",
-    "_files": "whole files or none; imports nothing of ours, serves every layer",
-    "_reading": "files as what they claim to be, or one clear error; imports nothing of ours, serves every layer",
-    "_extras": "which extra brings which package; imports nothing of ours, serves every layer",
     "_import_hook": "waits for a module of another library; imports nothing of ours",
     "_torchvision": "makes a mismatched torchvision importable; imports nothing of ours",
     "_transformers_hook": "loads converted checkpoints with transformers, so it may import conversion",
 }
 MAY_LOOK_UP = {"_transformers_hook"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names} | dict.fromkeys(HELPERS, -1)
+PAPER_LEVEL = {name: level for level, names in enumerate(PAPER_LAYERS) for name in names}
 
 
 def arrows(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -40,7 +41,7 @@ def arrows(root: Path) -> Iterator[tuple[str, str, str]]:
         place = path.relative_to(root).with_suffix("").parts
         if place == ("__init__",):
             continue  # the package itself hands out what is below it
-        package = ["lotformer", *place[:-1]]
+        package = [root.name, *place[:-1]]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for target in _targets(node, package):
                 if target != place[0]:
@@ -57,29 +58,51 @@ def _targets(node: ast.AST, package: list[str]) -> list[str]:
     else:
         return []
     # `from lotformer import __version__` names no part
-    return [name[1] for name in names if name[0] == "lotformer" and len(name) > 1 and not name[1].startswith("__")]
+    return [name[1] for name in names if name[0] == package[0] and len(name) > 1 and not name[1].startswith("__")]
 
 
-def wrong(root: Path) -> list[str]:
+def wrong(root: Path, level: Mapping[str, int] = LEVEL) -> list[str]:
     found = []
     for source, target, where in arrows(root):
         if source in MAY_LOOK_UP:
             continue
-        if target not in LEVEL or source not in LEVEL:
+        if target not in level or source not in level:
             found.append(f"{where}: {source} → {target} is in no layer: add it to LAYERS, or explain it in HELPERS")
-        elif LEVEL[target] >= LEVEL[source]:
-            found.append(f"{where}: {source} → {target} points {'up' if LEVEL[target] > LEVEL[source] else 'sideways'}")
+        elif level[target] >= level[source]:
+            found.append(f"{where}: {source} → {target} points {'up' if level[target] > level[source] else 'sideways'}")
     return found
 
 
 def test_no_arrow_points_up_or_sideways():
     assert wrong(PACKAGE) == []
+    assert wrong(PAPER, PAPER_LEVEL) == []
 
 
-def test_every_part_has_its_place():
-    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    unknown = parts - set(LEVEL) - {"__init__"}
+@pytest.mark.parametrize(("root", "level"), [(PACKAGE, LEVEL), (PAPER, PAPER_LEVEL)], ids=["product", "paper"])
+def test_every_part_has_its_place(root, level):
+    parts = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    unknown = parts - set(level) - {"__init__"}
     assert not unknown, "add it to LAYERS, or explain it in HELPERS"
+
+
+def test_the_product_knows_nothing_of_the_paper():
+    found = [path for path in PACKAGE.rglob("*.py") if "import lotformer_paper" in (text := path.read_text("utf-8"))
+             or "from lotformer_paper" in text.partition('"""')[2].partition('"""')[2]]  # fmt: skip
+    assert found == []
+
+
+def test_the_paper_uses_public_names_only():
+    """Neither modules nor names of the product that begin with an underscore."""
+    private = []
+    for path in PAPER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("lotformer."):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                private += [f"{path.name}:{node.lineno} {name}" for name in names if name.startswith("_")]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "lotformer":
+                private += [f"{path.name}:{node.lineno} {a.name}" for a in node.names
+                            if a.name.startswith("_") and a.name != "__version__"]  # fmt: skip
+    assert private == []
 
 
 @pytest.mark.parametrize(
@@ -88,19 +111,21 @@ def test_every_part_has_its_place():
         ("ops/a.py", "from ..nn import x", "ops → nn points up"),
         ("ops/cpu/a.py", "def f():\n    from ...data import x", "ops → data points up"),
         ("data/a.py", "from .. import training", "data → training points sideways"),
-        ("bench/a.py", "import lotformer.demo.run", "bench → demo points sideways"),
+        ("vision/a.py", "import lotformer.demo.run", "vision → demo points sideways"),
         ("cli/a.py", "from lotformer.novel import x", "cli → novel is in no layer"),
     ],
 )
 def test_a_wrong_arrow_is_seen(tmp_path, path, code, expected):
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(code)
-    (message,) = wrong(tmp_path)
+    root = tmp_path / "lotformer"
+    (root / path).parent.mkdir(parents=True)
+    (root / path).write_text(code)
+    (message,) = wrong(root)
     assert expected in message
 
 
 def test_right_arrows_pass(tmp_path):
-    (tmp_path / "cli").mkdir()
+    root = tmp_path / "lotformer"
+    (root / "cli").mkdir(parents=True)
     lines = ["from .. import __version__, ops", "from . import b", "from ..demo.run import x", "import torch"]
-    (tmp_path / "cli" / "a.py").write_text("\n".join(lines))
-    assert wrong(tmp_path) == []
+    (root / "cli" / "a.py").write_text("\n".join(lines))
+    assert wrong(root) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,36 @@ def test_wrong_usage_is_code_2_and_names_the_option():
     result = runner.invoke(app, ["bench", "solvers", "--rnak", "3"])
     assert result.exit_code == 2
     assert "--rnak" in result.output
+
+
+@pytest.mark.parametrize("command", [["experiment", "lra"], ["bench"], ["train", "lra"]], ids=" ".join)
+def test_without_the_papers_part_its_commands_say_what_to_install(command):
+    alone = "import importlib.metadata as m; m.entry_points = lambda **_: (); from lotformer.cli import app; app()"
+    done = subprocess.run([sys.executable, "-c", alone, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install lotformer-paper" in done.stderr
+
+
+def test_commands_of_other_distributions_join_ours(tmp_path):
+    (tmp_path / "greeting.py").write_text("def hello() -> None:\n    print('good morning')\n")
+    about = tmp_path / "greeting-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[lotformer.commands]\nhello = greeting:hello\ntrain.hello = greeting:hello\nlost = nowhere:x\n"
+    )
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "lotformer", *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    assert run("hello").stdout == run("train", "hello").stdout == "good morning\n"
+    lost = run("lost")
+    assert lost.returncode == 1
+    assert "greeting 1 cannot be loaded: No module named 'nowhere'" in lost.stderr
 
 
 def test_ctrl_c_is_code_130(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from lotformer_paper.cli.render import RENDERERS, _experiment
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 NUMBERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir() and any(path.rglob("*.json")))
 
 

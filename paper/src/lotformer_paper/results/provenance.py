@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lotformer import __version__
+import lotformer
 from lotformer.machine import cpu_model
 
 PACKAGES = (
@@ -71,7 +71,7 @@ def provenance(command: str, *, threads: int, seed: int, budget: Mapping[str, An
 
 def versions() -> dict[str, str]:
     """Python, lotformer, and those of `PACKAGES` that are installed."""
-    found = {"python": platform.python_version(), "lotformer": __version__}
+    found = {"python": platform.python_version(), "lotformer": lotformer.__version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
@@ -85,8 +85,9 @@ def commit() -> str | None:
     here = Path(__file__).parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None  # e.g. installed below somebody else's repository
-    root, head = _git(here, "rev-parse", "--show-toplevel"), _git(here, "rev-parse", "HEAD")
-    changed = _git(Path(root or here), "status", "--porcelain", "--untracked-files=no", "--", "src", "paper/src")
+    head = _git(here, "rev-parse", "HEAD")
+    parts = (here.parent, Path(lotformer.__file__).parent)
+    changed = any(_git(part, "status", "--porcelain", "--untracked-files=no", "--", ".") for part in parts)
     return f"{head}-dirty" if changed else head
 
 

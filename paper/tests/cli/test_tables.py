@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lotformer.cli import app
 from lotformer.cli.tables import Table
-from lotformer.cli.terminal import show, show_table
+from lotformer.cli.terminal import show_table
 from lotformer.files import write_json
 from lotformer_paper.bench import memory, solvers, zoo
 from lotformer_paper.bench.figure import Point
@@ -21,6 +21,7 @@ from lotformer_paper.bench.runtime import render as render_runtime
 from lotformer_paper.bench.solvers import SolverPoint, SolverResult, SolverSettings
 from lotformer_paper.bench.workload import TARGET_SHAPES
 from lotformer_paper.bench.zoo import ZooResult, ZooRow, ZooSettings
+from lotformer_paper.cli.reports import show
 from lotformer_paper.results.provenance import provenance
 from lotformer_paper.results.report import Report
 
