@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import platform
 import re
@@ -13,15 +11,9 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _HOST = f"{zlib.crc32(platform.node().encode()):08x}"  # process ids mean nothing on another machine
 _OLD = "replaced"
-
-
-def write_json(result: Any, path: Path) -> None:
-    """Write a dataclass as JSON."""
-    write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from lotformer.cli import app
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import show_table
-from lotformer.files import write_json
 from lotformer_paper.bench import memory, solvers, zoo
 from lotformer_paper.bench.figure import Point
 from lotformer_paper.bench.memory import MemoryPoint, MemoryResult, MemorySettings
@@ -22,6 +21,7 @@ from lotformer_paper.bench.solvers import SolverPoint, SolverResult, SolverSetti
 from lotformer_paper.bench.workload import TARGET_SHAPES
 from lotformer_paper.bench.zoo import ZooResult, ZooRow, ZooSettings
 from lotformer_paper.cli.reports import show
+from lotformer_paper.results import plain
 from lotformer_paper.results.provenance import provenance
 from lotformer_paper.results.report import Report
 
@@ -52,27 +52,27 @@ def zoo_result(tmp_path: Path) -> Report:
                milliseconds={1024: 99999.0, 16384: 12345.6}, peak_bytes=2**36)
         for name, time, exact in (("linear-transformer", "n", None), ("espformer-hard", "n log n", "converged"))
     ]  # fmt: skip
-    write_json(ZooResult("zoo", SOURCE, ZooSettings(), "cpu", tuple(rows)), tmp_path / "result.json")
+    plain.write(ZooResult("zoo", SOURCE, ZooSettings(), "cpu", tuple(rows)), tmp_path / "result.json")
     return zoo.render(tmp_path)
 
 
 def solver_result(tmp_path: Path) -> Report:
     times = {"sinkhorn": 1234.567, "newton": 1234.567, "sinkhorn bf16": 1234.567}
     points = tuple(SolverPoint(shape, times, dict.fromkeys(times, 5.8e-07), 10.34, 0.95) for shape in TARGET_SHAPES)
-    write_json(SolverResult("solvers", SOURCE, SolverSettings(), "cpu", points), tmp_path / "result.json")
+    plain.write(SolverResult("solvers", SOURCE, SolverSettings(), "cpu", points), tmp_path / "result.json")
     return solvers.render(tmp_path)
 
 
 def memory_result(tmp_path: Path) -> Report:
     points = (MemoryPoint("lot r=32", 131072, 2**34, 2**36), MemoryPoint("softmax", 131072, None, None, "it is large"))
-    write_json(MemoryResult("memory", SOURCE, MemorySettings(), points), tmp_path / "result.json")
+    plain.write(MemoryResult("memory", SOURCE, MemorySettings(), points), tmp_path / "result.json")
     return memory.render(tmp_path)
 
 
 def runtime_result(tmp_path: Path) -> Report:
     labels, lengths = ("linear-transformer", "lot r=256"), [2**p for p in range(9, 18)]
     points = tuple(Point(label, "lot", "linear", n, 12345.0) for label in labels for n in lengths)
-    write_json(RuntimeResult("runtime", SOURCE, RuntimeSettings(), "cpu", points), tmp_path / "result.json")
+    plain.write(RuntimeResult("runtime", SOURCE, RuntimeSettings(), "cpu", points), tmp_path / "result.json")
     return render_runtime(tmp_path)
 
 

@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 
 import lotformer
-from lotformer.files import write_json
+from lotformer_paper.results import plain
 from lotformer_paper.results import provenance as module
 from lotformer_paper.results.plain import read
 from lotformer_paper.results.provenance import PACKAGES, Provenance, provenance
@@ -61,7 +61,7 @@ def test_the_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, mon
 
 def test_it_survives_a_trip_through_json(tmp_path):
     made = provenance("lotformer x", threads=2, seed=1, budget={"steps": 7})
-    write_json(made, tmp_path / "p.json")
+    plain.write(made, tmp_path / "p.json")
     assert read(Provenance, tmp_path / "p.json") == made
 
 
@@ -71,3 +71,11 @@ def test_what_was_not_recorded_is_said():
     assert f"lotformer {lotformer.__version__}" in made.where()
     unknown = dataclasses.replace(made, cpu=None, cores=None, versions={"torch": "2.13.0"}, commit=None, note="copied")
     assert unknown.where() == "machine not recorded; torch 2.13.0; copied"
+
+
+def test_a_result_of_another_format_is_refused(tmp_path):
+    path = tmp_path / "p.json"
+    plain.write(provenance("lotformer x", threads=1, seed=0), path)
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"p\.json.*format 2, this version reads 1"):
+        read(Provenance, path)

@@ -12,11 +12,12 @@ from rich.console import Console
 from lotformer.cli.settings import with_settings
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import command_line, one_clear_error, show_table
-from lotformer.files import require_writable, write_json
+from lotformer.files import require_writable
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
 from ..bench.timing import thread_count
+from ..results import plain
 from ..results.provenance import Provenance, provenance
 from ..results.report import Report
 from .reports import publish
@@ -46,7 +47,7 @@ def measure(benchmark: Benchmark, settings: BenchSettings, out: Path | None, suf
         source = provenance(command_line(), threads=settings.threads, seed=settings.seed)
         with thread_count(settings.threads), console.status("Measuring …") as status:
             result = benchmark.run(settings, source, status.update)
-        write_json(result, folder / "result.json")
+        plain.write(result, folder / "result.json")
         publish(console, benchmark.render(folder), folder)
 
 

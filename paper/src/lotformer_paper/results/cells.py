@@ -13,9 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lotformer.files import write_json
-
-from .plain import read, restore
+from .plain import read, restore, write
 from .provenance import Provenance, provenance
 from .sources import Source
 
@@ -73,13 +71,13 @@ class CellFolder(Generic[Cell]):
 
     def begin(self, name: str, origin: Origin, part: str = "training") -> Path:
         """Note from what the cell is begun; returns where this part of it may keep a checkpoint."""
-        write_json(_Begun(origin), self._begun(name))
+        write(_Begun(origin), self._begun(name))
         return self.folder / f"{name}.{part}.checkpoint"
 
     def finish(self, name: str, cell: Cell, origin: Origin, budget: Mapping[str, Any], seed: int) -> Cell:
         """Store the cell and drop what `begin` has left."""
         source = provenance(self.command, threads=torch.get_num_threads(), seed=seed, budget=budget)
-        write_json(Record(self.experiment, cell, origin, source), self._finished(name))
+        write(Record(self.experiment, cell, origin, source), self._finished(name))
         self._begun(name).unlink(missing_ok=True)
         for left in (*self.folder.glob(f"{name}.*checkpoint"), *self.folder.glob(f"{name}.*partial")):
             left.unlink()

@@ -1,4 +1,4 @@
-"""Dataclasses from the plain values that JSON keeps of them."""
+"""Results as JSON: dataclasses to plain values and back, with the version of the format."""
 
 from __future__ import annotations
 
@@ -8,19 +8,32 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+from lotformer.files import write_text
 from lotformer.reading import read_json
 
 T = TypeVar("T")
+
+FORMAT = 1
+"""Of the files that are written; one that does not say its format is of this one."""
+
+
+def write(result: Any, path: Path) -> None:
+    """Write a dataclass as JSON."""
+    write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(result)}, indent=1) + "\n", path)
 
 
 def read(kind: type[T], path: Path) -> T:
     """A dataclass from the JSON file it was written to.
 
     Raises:
-        ValueError: the file is not JSON, or holds something else.
+        ValueError: the file is not JSON, has another format, or holds something else.
     """
     try:
-        return restore(kind, read_json(path))
+        plain = read_json(path)
+        written = plain.pop("format", FORMAT)
+        if written != FORMAT:
+            raise ValueError(f"it has format {written}, this version reads {FORMAT}")
+        return restore(kind, plain)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of this version of lotformer ({error}).") from error
 
