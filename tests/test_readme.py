@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from support.small_models import SMALL
 
 ROOT = Path(__file__).parent.parent

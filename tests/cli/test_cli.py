@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import lotformer
-from lotformer.cli import app
+from lotformer.cli.main import app
 
 runner = CliRunner()
 
@@ -55,7 +55,7 @@ def test_wrong_usage_is_code_2_and_names_the_option():
 
 @pytest.mark.parametrize("command", [["experiment", "lra"], ["bench"], ["train", "lra"]], ids=" ".join)
 def test_without_the_papers_part_its_commands_say_what_to_install(command):
-    alone = "import importlib.metadata as m; m.entry_points = lambda **_: (); from lotformer.cli import app; app()"
+    alone = "import importlib.metadata as m; m.entry_points = lambda **_: (); from lotformer.cli.main import app; app()"
     done = subprocess.run([sys.executable, "-c", alone, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pip install lotformer-paper" in done.stderr

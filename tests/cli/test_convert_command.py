@@ -22,7 +22,7 @@ import transformers
 from typer.testing import CliRunner
 
 import lotformer.conversion
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.conversion import ConversionReport, CouplingQuality
 from lotformer.conversion.hosts.sites import converted, mechanism_of
 from lotformer.conversion.measuring.fidelity import Fidelity, fidelity, spearman
@@ -110,7 +110,7 @@ class TestConvertCommand:
             3,
         ]
         process = subprocess.Popen(
-            [sys.executable, "-u", "-c", "from lotformer.cli import app; app()", *map(str, command)],
+            [sys.executable, "-u", "-c", "from lotformer.cli.main import app; app()", *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from support.image_folder import make_image_folder
 
 SMALL = ["--model", "lot_vit_half", "--model-args", "depth=1,patch_size=8", "--image-size", "16"]
@@ -50,7 +50,7 @@ def test_train_then_evaluate(folder: Path, tmp_path: Path) -> None:
 
 def test_a_fresh_process_can_train(folder: Path, tmp_path: Path) -> None:
     """Nothing that other tests have imported makes timm importable here."""
-    code = "from lotformer.cli import app; app()"
+    code = "from lotformer.cli.main import app; app()"
     words = [
         "train",
         "vision",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.ops import backends, reference
 from lotformer_paper.bench import limits, process
 from lotformer_paper.bench.agreement import KernelDisagrees, check_backend

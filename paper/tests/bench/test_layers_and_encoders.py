@@ -11,7 +11,7 @@ import transformers
 from typer.testing import CliRunner
 
 import lotformer
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.ops import backends, reference
 from lotformer_paper.bench.agreement import KernelDisagrees, check_backend
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 
 
 def test_the_step_of_a_model_is_timed_and_profiled(tmp_path: Path) -> None:

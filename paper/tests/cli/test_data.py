@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer_paper.data.longrange.store import open_set
 
 run = CliRunner().invoke

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import show_table
 from lotformer_paper.bench import memory, solvers, zoo

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer_paper.cli.render import _experiment
 from lotformer_paper.experiments import balance, glue, stsb
 from lotformer_paper.results.cells import CellFolder, Origin

@@ -14,7 +14,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.data import glue
 from lotformer_paper.experiments import glue as experiment
 from lotformer_paper.results.cells import CellFolder, Origin

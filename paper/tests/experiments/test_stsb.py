@@ -11,7 +11,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.conversion.hosts.sites import converted
 from lotformer.data import glue
 from lotformer_paper.experiments import stsb

@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.cli.tables import Table
 from lotformer_paper.results import figures
 from lotformer_paper.results.report import Report

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lotformer import attention
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.settings import name_value_pairs
 from lotformer_paper.experiments.longrange.settings import settings_for
 from lotformer_paper.experiments.longrange.task import build_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer_paper.experiments.survival import vision
 
 BRIEF = vision.VisionSettings(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer_paper.experiments.translation import conversions, speed, table
 from lotformer_paper.experiments.translation.rows import ROWS
 from lotformer_paper.models.translation import build
