@@ -42,6 +42,7 @@ def test_the_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, mon
     here.parent.mkdir(parents=True)
     shutil.copy(module.__file__, here)
     monkeypatch.setattr(module, "__file__", str(here))
+    monkeypatch.setattr(lotformer, "__file__", str(here))  # the product lies in the same repository
 
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
