@@ -73,6 +73,31 @@ def wrong(root: Path, level: Mapping[str, int] = LEVEL) -> list[str]:
     return found
 
 
+def drawn(root: Path, level: Mapping[str, int]) -> str:
+    """The parts of a distribution from the bottom up: what each says it is, and what it imports."""
+    imports: dict[str, set[str]] = {}
+    for source, target, _ in arrows(root):
+        imports.setdefault(source, set()).add(target)
+    lines = ["| part | what it is | imports |", "|---|---|---|"]
+    for part in sorted(level, key=lambda part: (level[part], part)):
+        folder = root / part
+        module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        told = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+        used = sorted(imports.get(part, ()), key=lambda name: (level[name], name))
+        name = f"{part}/" if folder.is_dir() else f"{part}.py"
+        lines.append(f"| `{name}` | {told.partition(chr(10) * 2)[0].replace(chr(10), ' ')} | {', '.join(used)} |")
+    return "\n".join(lines)
+
+
+MAPS = {"src/lotformer": (PACKAGE, LEVEL), "paper/src/lotformer_paper": (PAPER, PAPER_LEVEL)}
+
+
+@pytest.mark.parametrize("folder", MAPS)
+def test_the_map_in_contributing_is_the_one_that_the_imports_draw(folder):
+    """`python tests/test_import_graph.py` draws it."""
+    assert drawn(*MAPS[folder]) in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
 def test_no_arrow_points_up_or_sideways():
     assert wrong(PACKAGE) == []
     assert wrong(PAPER, PAPER_LEVEL) == []
@@ -129,3 +154,8 @@ def test_right_arrows_pass(tmp_path):
     lines = ["from .. import __version__, ops", "from . import b", "from ..demo.run import x", "import torch"]
     (root / "cli" / "a.py").write_text("\n".join(lines))
     assert wrong(root) == []
+
+
+if __name__ == "__main__":
+    for folder, parts in MAPS.items():
+        print(f"**`{folder}`**\n\n{drawn(*parts)}\n")

@@ -1,1 +1,1 @@
-"""Loaders for the tasks, from the sets' own public layouts."""
+"""Data sets and batches: readers of the sets' own public layouts."""
