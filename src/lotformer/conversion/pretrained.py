@@ -26,12 +26,13 @@ from ..attention import Attention
 from . import hosts
 from .api import choose, default_recipe
 from .hosts import configs
+from .hosts.grids import supply_grids
 from .hosts.huggingface import register
 from .hosts.sites import MECHANISM, Site, converted, is_folded, record_of
 from .hosts.tokens import tokens_before
 from .pretrained_files import expect_fresh, require_complete, require_fitting_files, seal_saved_files, sealing
 from .recipe import Recipe
-from .swapping import Located, put_in, remove, supply_grids
+from .swapping import Located, put_in, remove
 
 _NEW = rf"(^|\.){MECHANISM}\."
 """Names of what a conversion adds, as transformers looks for them."""
@@ -154,7 +155,7 @@ def _forget_other_choices(model: PreTrainedModel, recipe: Recipe, sites: list[Lo
             continue
         chosen, now = record.recipe.options_for(record.tokens), recipe.options_for(tokens_before(model, site.name))
         if chosen != now or (record.recipe.mechanism, record.recipe.towers) != (recipe.mechanism, recipe.towers):
-            remove(site.module)
+            remove(model, [site.module])
 
 
 def _read(model: PreTrainedModel, written: object) -> Recipe:

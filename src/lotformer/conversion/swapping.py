@@ -13,9 +13,10 @@ from ..attention import Attention
 from ..attention.folded import FoldedLOT, why_unfoldable
 from ..attention.lot import LOT
 from ..attention.unformed import Projections, why_too_coarse
+from ..nn.grids import release
 from . import hosts
 from .hosts import positions
-from .hosts.grids import Grids
+from .hosts.grids import supply_grids
 from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
 from .hosts.tokens import TokenKind, tokens_before
 from .recipe import Recipe
@@ -51,33 +52,25 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
     mechanisms = {site.name: build(recipe, site, tokens[site.name]) for _, site in sites}
     if recipe.positions is not None:
         positions.stretch(model, recipe.positions)
-    unfolded, grids = replace(recipe, folded=False), Grids(model)
+    unfolded = replace(recipe, folded=False)
     for host, site in sites:
         mechanism = mechanisms[site.name]
-        record = Record(host, unfolded, tokens[site.name], grids.of(site.name, mechanism))
-        install(site.module, mechanism, record)
+        install(site.module, mechanism, Record(host, unfolded, tokens[site.name]))
         if recipe.folded:
             fold_module(site.module)
+    supply_grids(model)
     _tell_hosts(model, [(host, site.module) for host, site in sites], lambda host: host.attach)
     if recipe.positions is not None:
         positions.tell_configs(model, recipe.positions)  # which are the model's own now
     return mechanisms
 
 
-def supply_grids(model: nn.Module) -> None:
-    """Let converted modules read the grid of a model that was built around their own, and that cuts the patches."""
-    grids = Grids(model)
-    for name, module in converted(model):
-        record = record_of(module)
-        if record is not None and record.grid is None:
-            install(module, mechanism_of(module), replace(record, grid=grids.of(name, mechanism_of(module))))
-
-
-def remove(module: nn.Module) -> None:
-    """Take the mechanism of one module away."""
-    record = uninstall(module)
-    if record.grid is not None:
-        record.grid.dismiss()
+def remove(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Take the mechanisms of some modules of a model away."""
+    modules = list(modules)
+    for module in modules:
+        uninstall(module)
+    release(model, modules)
 
 
 def fold_module(module: nn.Module) -> None:
@@ -138,8 +131,7 @@ def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
         for name, module in converted(model)
         if (record := record_of(module)) is not None and (layers is None or name in layers)
     ]
-    for _, module in found:
-        remove(module)
+    remove(model, [module for _, module in found])
     if not converted(model):
         positions.restore(model)
     _tell_hosts(model, found, lambda host: host.detach)

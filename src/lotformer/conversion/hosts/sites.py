@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.host_masks import key_mask_from
-from .grids import Grid
+from ...nn.grids import GridSource
 from .tokens import TokenKind
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ class Skipped:
 class Record:
     """What a converted module remembers, so that the conversion can be described and undone.
 
-    `tokens` is what reached it as far as could be told when it was converted.
+    `tokens` is what reached it as far as could be told when it was converted, `grids` tells the grid of patches where
+    its mechanism needs one.
     """
 
     host: str
     recipe: Recipe
     tokens: TokenKind | None
-    grid: Grid | None = None
+    grids: GridSource | None = None
 
 
 def record_of(module: nn.Module) -> Record | None:
@@ -64,6 +65,11 @@ def install(module: nn.Module, mechanism: Attention, record: Record) -> None:
     """Give a module its mechanism, in the precision and on the device of the module."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     setattr(module, MECHANISM, mechanism.to(device=like.device, dtype=like.dtype).train(module.training))
+    remember(module, record)
+
+
+def remember(module: nn.Module, record: Record) -> None:
+    """Replace the record of a converted module."""
     module.__dict__[_RECORD] = record
 
 
@@ -111,7 +117,7 @@ def mix(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     if factor != 1 and not (record is not None and record.recipe.folded):  # else it is in the weights
         q = q * factor
     key_mask = key_mask_from(mask, batch, queries, k.shape[2])
-    grid = None if record is None or record.grid is None else record.grid.size
+    grid = None if record is None or record.grids is None else record.grids.of(queries)
     mechanism = getattr(module, MECHANISM)  # called as it is: a wrapper around it has its reasons
     return mechanism(q, k, v, key_mask, key_mask if queries == k.shape[2] else None, grid=grid)
 

@@ -6,8 +6,6 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from .grids import patches_before
-
 TokenKind = Literal["text", "image"]
 
 _NAMES = ("cls_token", "class_embedding", "distillation_token", "dist_token", "register_tokens", "reg_token")
@@ -41,6 +39,34 @@ def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
     if patches_before(model, name) is not None:
         return "image"
     return "text" if _reads_text(model, name) else None
+
+
+def patches_before(model: nn.Module, name: str) -> tuple[str, nn.Conv2d] | None:
+    """The convolution that makes the patches which reach the module called `name`, and the name of what encloses both.
+
+    It is that of the nearest enclosure.
+
+    A tower beside the module keeps its patches to itself.
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        enclosure = model.get_submodule(name)
+        for part_name, part in enclosure.named_modules():
+            if part_name.rpartition(".")[2].startswith("patch_embed") and not _is_of_a_tower(enclosure, part_name):
+                convolutions = [m for m in part.modules() if isinstance(m, nn.Conv2d)]
+                if convolutions:
+                    return name, convolutions[-1]
+        if getattr(enclosure, "main_input_name", "pixel_values") != "pixel_values":
+            return None  # the text half of a Hugging Face model; patches further out are not its own
+    return None
+
+
+def _is_of_a_tower(enclosure: nn.Module, part: str) -> bool:
+    """Whether a part of a module lies in a child with attention of its own, which the patches are for."""
+    child, _, inner = part.partition(".")
+    return bool(inner) and any(
+        "Attention" in type(module).__name__ for module in enclosure.get_submodule(child).modules()
+    )
 
 
 def _reads_text(model: nn.Module, name: str) -> bool:
