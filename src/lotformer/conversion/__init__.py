@@ -1,5 +1,6 @@
 """Swap the attention inside a trained model, calibrate the new parameters, fine-tune, save and load."""
 
+from ..nn.grids import token_grid
 from .api import convert, revert
 from .folding import FoldingReport, fold
 from .learning.calibration import CalibrationReport, calibrate
@@ -24,4 +25,5 @@ __all__ = [
     "recipe",
     "revert",
     "save",
+    "token_grid",
 ]

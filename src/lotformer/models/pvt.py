@@ -17,17 +17,25 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import PatchEmbed, calculate_drop_path_rates, resample_abs_pos_embed, trunc_normal_
 from timm.models import (
     build_model_with_cfg,
-    checkpoint_seq,
     generate_default_cfgs,
     named_apply,
     register_model,
 )
 from timm.models._features import feature_take_indices
+from timm.models._manipulate import checkpoint
 from timm.models.vision_transformer import Block, get_init_weights_vit
 from torch import Tensor, nn
 
 from ..nn.undecayed import undecayed_names
-from .slot import image_attention, tell_grid
+from .slot import Grid, image_attention
+
+
+class GridBlock(Block):
+    """timm's block, which hands the grid of its tokens to the attention."""
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # timm has masks here
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid=grid)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class PyramidStage(nn.Module):
@@ -43,13 +51,13 @@ class PyramidStage(nn.Module):
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches + class_token, dim))
-        self.blocks = nn.Sequential(*(Block(dim, qkv_bias=True, drop_path=rate, **block) for rate in rates))
+        self.blocks = nn.ModuleList(GridBlock(dim, qkv_bias=True, drop_path=rate, **block) for rate in rates)
         self.grad_checkpointing = False
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         """The tokens after the blocks, the class token first where there is one, and their grid."""
         x = self.patch_embed(x)
         grid = (x.shape[1], x.shape[2])
@@ -59,10 +67,9 @@ class PyramidStage(nn.Module):
             special = 1
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         x = x + resample_abs_pos_embed(self.pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=special)
-        tell_grid(self.blocks, grid)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(self.blocks, x), grid
-        return self.blocks(x), grid
+        for block in self.blocks:
+            x = checkpoint(block, x, grid) if self.grad_checkpointing else block(x, grid)
+        return x, grid
 
 
 class PyramidVisionTransformer(nn.Module):
@@ -201,7 +208,7 @@ class PyramidVisionTransformer(nn.Module):
         return positions | undecayed_names(self)
 
 
-def _as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+def _as_map(tokens: Tensor, grid: Grid) -> Tensor:
     return tokens.transpose(1, 2).unflatten(2, grid)
 
 

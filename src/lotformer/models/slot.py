@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.base import Attention
 from ..attention.masking import zero_padding
 from ..layers import AttentionLayer
+from ..nn.grids import Grid, GridSource
 from ..nn.prefix import PrefixRows
-
-Grid = tuple[int, int]
 
 
 class PrefixedAttention(Attention):
@@ -49,8 +48,11 @@ class PrefixedAttention(Attention):
 class ImageAttention(AttentionLayer):
     """An attention layer of a vision model, whose first `prefix_tokens` tokens may read by softmax.
 
-    That is an option of LOT's own; other mechanisms are put into a `PrefixedAttention`.
+    That is an option of LOT's own; other mechanisms are put into a `PrefixedAttention`. In a model whose blocks hand on
+    tokens alone, `grids` tells the grid.
     """
+
+    grids: GridSource | None = None
 
     def __init__(self, dim: int, num_heads: int = 8, *, mechanism: str, prefix_tokens: int = 0, **words: Any) -> None:
         if mechanism == "lot":
@@ -58,6 +60,11 @@ class ImageAttention(AttentionLayer):
         super().__init__(dim, num_heads, mechanism, **words)
         if prefix_tokens and mechanism != "lot":
             self.mechanism = PrefixedAttention(self.mechanism, prefix_tokens)
+
+    def _mix(self, x: Tensor, real: Tensor | None, grid: Grid | None) -> Tensor:
+        if grid is None and self.grids is not None:
+            grid = self.grids.of(x.shape[1])
+        return super()._mix(x, real, grid)
 
 
 def image_attention(
@@ -77,10 +84,3 @@ def image_attention(
         chosen["local_conv"] = "2d" if prefix_tokens == special_tokens else None
     chosen.update(options or {})
     return ImageAttention.with_options(mechanism=mechanism, prefix_tokens=prefix_tokens, **chosen)
-
-
-def tell_grid(blocks: nn.Module, grid: Grid) -> None:
-    """Write the grid to every layer below `blocks`: hosts do not hand it to their attention."""
-    for layer in blocks.modules():
-        if isinstance(layer, AttentionLayer):
-            layer.grid_size = grid

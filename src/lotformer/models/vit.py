@@ -9,10 +9,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import Tensor
+from torch import nn
 
+from ..nn.grids import GridSource, needs_grid
 from ..nn.undecayed import undecayed_names
-from .slot import image_attention, tell_grid
+from .slot import ImageAttention, image_attention
 
 if TYPE_CHECKING:
     _Base = VisionTransformer
@@ -21,7 +22,7 @@ else:
 
 
 class _AttentionByName(_Base):
-    """Puts a mechanism into a ViT's blocks and keeps them informed of the token grid."""
+    """Puts a mechanism into a ViT's blocks and lets them read the grid of the patches."""
 
     def __init__(
         self,
@@ -38,14 +39,19 @@ class _AttentionByName(_Base):
             softmax_prefix=softmax_prefix,
         )
         super().__init__(*args, **{**kwargs, "attn_layer": slot})
+        self._supply_grid()
 
     @staticmethod
     def _special_tokens(kwargs: Mapping[str, Any]) -> int:
         return int(kwargs.get("class_token", True)) + int(kwargs.get("reg_tokens", 0))
 
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        tell_grid(self.blocks, (x.shape[1], x.shape[2]) if self.dynamic_img_size else self.patch_embed.grid_size)
-        return super()._pos_embed(x)
+    def _supply_grid(self) -> None:
+        *_, patches = (module for module in self.patch_embed.modules() if isinstance(module, nn.Conv2d))
+        source = GridSource(self.num_prefix_tokens)
+        for name, layer in self.named_modules():
+            if isinstance(layer, ImageAttention) and needs_grid(layer.mechanism):
+                layer.grids = source
+                source.supply(self, patches, name)
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | undecayed_names(self)

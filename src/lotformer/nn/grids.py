@@ -1,4 +1,4 @@
-"""The grid of the tokens that reach an attention inside somebody else's model, which hands it a sequence and no shape."""
+"""The token grid for attention inside models whose blocks hand on a sequence and no shape."""
 
 from __future__ import annotations
 

@@ -48,21 +48,26 @@ def _inside(model: nn.Module, pixels: Tensor, block: int) -> tuple[Attention, tu
     blocks: Any = getattr(model, "blocks", None)
     if blocks is None or not isinstance(getattr(blocks[block].attn, "mechanism", None), Attention):
         raise ValueError("attention maps need a ViT of lotformer.models, e.g. lot_vit_half.")
-    layer = blocks[block].attn
-    with _watched(layer.mechanism) as seen:
+    mechanism = blocks[block].attn.mechanism
+    patches: Any = model.patch_embed
+    with _watched(mechanism, patches.proj) as seen:
         model.eval()(pixels)
-    return layer.mechanism, (seen["q"], seen["k"]), layer.grid_size
+    return mechanism, (seen["q"], seen["k"]), (seen["patches"].shape[-2], seen["patches"].shape[-1])
 
 
 @contextmanager
-def _watched(mechanism: Attention) -> Iterator[dict[str, Tensor]]:
+def _watched(mechanism: Attention, patches: nn.Module) -> Iterator[dict[str, Tensor]]:
     seen: dict[str, Tensor] = {}
+
+    def note_patches(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        seen.update(patches=output)
 
     def note(_: nn.Module, args: tuple[Any, ...]) -> None:
         seen.update(q=args[0], k=args[1])
 
-    handle = mechanism.register_forward_pre_hook(note)
+    handles = [mechanism.register_forward_pre_hook(note), patches.register_forward_hook(note_patches)]
     try:
         yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
