@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .depthwise import DepthwiseMixing
 from .near_keys import NearKeys
@@ -18,6 +19,7 @@ from .near_keys import NearKeys
 Grid = tuple[int, int]
 
 _TAG = "_lotformer_grids"
+_Table = tuple[OrderedDict[str, Any], dict[str, bool]]
 
 
 class GridSource:
@@ -92,12 +94,12 @@ def release(model: nn.Module, readers: Iterable[nn.Module]) -> None:
     for module in readers:
         for hook in _hooks(module):
             if isinstance(hook, _Reader):
-                hook.remove()
-    found = [hook for module in model.modules() for hook in _hooks(module)]
-    served = {id(hook.source) for hook in found if isinstance(hook, _Reader)}
-    for hook in found:
+                hook.remove(module)
+    found = [(module, hook) for module in model.modules() for hook in _hooks(module)]
+    served = {id(hook.source) for _, hook in found if isinstance(hook, _Reader)}
+    for module, hook in found:
         if id(hook.source) not in served:
-            hook.remove()
+            hook.remove(module)
 
 
 @contextmanager
@@ -227,17 +229,23 @@ class _Hook:
 
     def __init__(self, source: GridSource) -> None:
         self.source = source
-        self._handles: list[RemovableHandle] = []
 
     def place(self, module: nn.Module) -> None:
-        self._handles = [
-            module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
+        """Register `enter`, before other hooks, and `leave`, always called.
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        PyTorch's own registration would give the hooks of every module another number, which `torch.compile` guards
+        on: blocks that are alike would no longer share their graph.
+        """
+        before, after = _tables(module)
+        key = next(key for number in itertools.count() if (key := f"lotformer.grids.{number}") not in before[0])
+        before[0][key], before[1][key] = self.enter, True
+        before[0].move_to_end(key, last=False)
+        after[0][key], after[1][key] = self.leave, True
+
+    def remove(self, module: nn.Module) -> None:
+        for hooks, marks in _tables(module):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key], marks[key]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass
@@ -249,11 +257,9 @@ class _Hook:
 class _Listener(_Hook):
     """On the convolution that cuts the patches."""
 
-    def place(self, module: nn.Module) -> None:
-        self._handles = [module.register_forward_hook(self.leave)]
-
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.source._notes.note((output.shape[-2], output.shape[-1]))
+        if output is not None:  # it has not failed
+            self.source._notes.note((output.shape[-2], output.shape[-1]))
 
 
 class _Opener(_Hook):
@@ -308,9 +314,15 @@ class _Reader(_Follower):
 
 def _hooks(module: nn.Module) -> list[_Hook]:
     """Ours on a module, each once."""
-    callables = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    found = {id(owner): owner for hook in callables if isinstance(owner := getattr(hook, "__self__", None), _Hook)}
-    return list(found.values())
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, _Hook)]
+
+
+def _tables(module: nn.Module) -> tuple[_Table, _Table]:
+    """Hooks of a module and how they are called: before `forward` with keywords, after it even if it failed."""
+    before: Any = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after: Any = module._forward_hooks, module._forward_hooks_always_called
+    return before, after
 
 
 def _first_tokens(values: Iterable[Any]) -> Tensor | None:
