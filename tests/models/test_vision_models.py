@@ -261,3 +261,19 @@ def test_models_copy_and_pickle(name: str) -> None:
 
 def test_exports_are_what_the_package_lists() -> None:
     assert all(hasattr(lotformer.models, name) for name in lotformer.models.__all__)
+
+
+@pytest.mark.parametrize("name", ["lot_pvt_tiny", "lot_swin_tiny"])
+def test_checkpointed_maps_of_two_shapes_in_one_loss_have_the_gradients_of_plain_ones(name: str) -> None:
+    model = small(name, **({"strict_img_size": False} if name == "lot_swin_tiny" else {})).eval()
+    wide, high = images(32, 64), images(64, 32)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        (model(wide).square().mean() + model(high).square().mean()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.set_grad_checkpointing()
+    for got, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

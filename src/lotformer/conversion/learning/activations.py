@@ -104,6 +104,9 @@ def _attended(runs: list[_Note], projection: Tensor | None) -> Attended:
     q, k, v, out = (torch.cat(of_runs) for of_runs in zip(*(run[:4] for run in runs), strict=True))
     # the host passes one mask, or none, to all runs of a layer
     mask = torch.cat(masks) if len(masks) == len(runs) else None
+    grids = {run.grid for run in runs}
+    if len(grids) > 1:
+        raise ValueError(f"a layer saw the grids {grids} in one batch: give images of one shape in each batch.")
     return Attended(q, k, v, projected(out, projection), mask, runs[-1].grid)
 
 
