@@ -16,7 +16,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from lotformer.conversion.hosts.sites import converted
 from support.forked import start
 from support.small_models import SMALL

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 from support.small_models import SMALL
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from lotformer.cli import app
+from lotformer.cli.main import app
 
 
 def texts(command: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -11,11 +11,15 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 SOURCE = Path(__file__).parents[2] / "src"
+PAPER = Path(__file__).parents[2] / "paper" / "src"
 
 
 def environment(folder: Path, *extras: str) -> Path:
-    """A folder with lotformer's dependencies, those of the extras, and nothing else; links, so it is made at once."""
+    """A folder with our dependencies, those of the extras, the paper's commands, and nothing else; links: made at once."""
     folder.mkdir()
+    about = Path(str(metadata.distribution("lotformer-paper").locate_file("")))
+    for path in about.glob("lotformer_paper-*.dist-info"):  # its commands are part of ours
+        (folder / path.name).symlink_to(path)
     needed = {"setuptools", *(name for extra in ("", *extras) for name in _requirements("lotformer", extra))}
     for name in _closure(needed):
         for path in {Path(file).parts[0] for file in metadata.distribution(name).files or ()}:
@@ -27,7 +31,7 @@ def environment(folder: Path, *extras: str) -> Path:
 
 def run(folder: Path, *arguments: str, source: Path = SOURCE) -> subprocess.CompletedProcess[str]:
     """Python with the packages of an environment and this package, without those that are installed here."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(source), str(folder))), "COLUMNS": "200"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(source), str(PAPER), str(folder))), "COLUMNS": "200"}
     command = [sys.executable, "-S", *arguments]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
