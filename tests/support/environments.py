@@ -15,7 +15,7 @@ PAPER = Path(__file__).parents[2] / "paper" / "src"
 
 
 def environment(folder: Path, *extras: str) -> Path:
-    """A folder with our dependencies, those of the extras, the paper's commands, and nothing else; links: made at once."""
+    """A folder with our dependencies, those of the extras, the paper's commands, and nothing else: links, at once."""
     folder.mkdir()
     about = Path(str(metadata.distribution("lotformer-paper").locate_file("")))
     for path in about.glob("lotformer_paper-*.dist-info"):  # its commands are part of ours

@@ -43,7 +43,7 @@ def train_translation(
 ) -> None:
     """Train an encoder–decoder to translate, by fairseq's recipe for IWSLT'14; the best weights end in OUT/model."""
     console = Console()
-    with one_clear_error(console, "Cannot train", "text", "train"):
+    with one_clear_error(console, "Cannot train", "text"):
         from lotformer.cli.training import train_with_progress
 
         from ..experiments.translation.decoding import load, translate
@@ -77,7 +77,7 @@ def translate_command(
 ) -> None:
     """Translate texts, one per line, to as many lines on standard output."""
     console = Console(stderr=True)
-    with one_clear_error(console, "Cannot translate", "text", "train"):
+    with one_clear_error(console, "Cannot translate", "text"):
         from ..experiments.translation.decoding import load, translate
 
         lines = read_lines(text) if text is not None else decoded_lines(sys.stdin.buffer.read(), "standard input")
@@ -104,7 +104,7 @@ def experiment_translation(
 ) -> None:
     """Table 6: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment", "text", "train"):
+    with one_clear_error(console, "Cannot run the experiment", "text"):
         folder = data_folder(data_dir, WANTED)
         with progress_bar(console) as listen:
             table.run(settings, folder, out, runs, listen, command_line())
@@ -122,7 +122,7 @@ def experiment_translation_speed(
 ) -> None:
     """Translations per second, softmax against a converted encoder: sentences, and documents of 2,000 tokens."""
     console = Console()
-    with one_clear_error(console, "Cannot run the experiment", "text", "train"):
+    with one_clear_error(console, "Cannot run the experiment", "text"):
         with progress_bar(console) as listen:
             speed.run(settings, model, text, out, listen, command_line())
         publish(console, speed.render(out), out)

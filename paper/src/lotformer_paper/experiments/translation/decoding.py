@@ -20,7 +20,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, logging
     except ImportError as error:
-        raise ImportError("translation needs transformers: pip install 'lotformer[text,train]'.") from error
+        raise ImportError("translation needs transformers: pip install 'lotformer[text]'.") from error
     from ...models import translation  # noqa: F401  registers DiffTransformer
 
     logging.set_verbosity_error()
