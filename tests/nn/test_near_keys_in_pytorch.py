@@ -57,6 +57,15 @@ def test_a_layer_compiles_whole_with_gradients(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_takes_sequences_of_several_lengths(kind: str) -> None:
+    attention = layer(kind)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for n in (10, 17, 26, 50):
+        x = torch.randn(2, n, 16)
+        torch.testing.assert_close(compiled(x), attention(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_exports_without_our_kernels(kind: str) -> None:
     attention = layer(kind)
     shapes = {"dynamic_shapes": ({1: torch.export.Dim("length", min=4, max=512)},)} if kind == "1d" else {}

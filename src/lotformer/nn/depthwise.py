@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Literal, get_args
 
 import torch
@@ -115,7 +116,7 @@ class DepthwiseMixing(nn.Module):
 def square_grid(length: int, grid: tuple[int, int] | None) -> tuple[int, int]:
     """The given grid if it fits the number of tokens, or the square one."""
     if grid is None:
-        side = math.isqrt(length)
+        side = math.isqrt(operator.index(length))  # a traced length has to be a number here
         if side * side != length:
             raise ValueError(
                 f"{length} tokens do not form a square: pass grid=(rows, columns), "
