@@ -21,6 +21,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """PyTorch compiles a layer's code anew at most eight times in a process, whichever test asks."""
+    torch._dynamo.reset()
+
+
 def layer(kind: str) -> nn.Module:
     options: dict[str, Any] = {"iters": 1, "pivots": "input-aware", "key_masses": "query-aware"}
     return lotformer.LOTAttention(16, 2, rank=4, **options, **KINDS[kind]).eval()  # type: ignore[arg-type]
