@@ -102,7 +102,7 @@ def experiment_translation(
         "out/translation-runs"
     ),
 ) -> None:
-    """Table 6: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
+    """Table 5: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
     console = Console()
     with one_clear_error(console, "Cannot run the experiment", "text"):
         folder = data_folder(data_dir, WANTED)

@@ -48,7 +48,7 @@ def sinkhorn_ablation(
     seeds: Seeds = 1,
     rows: Rows = None,
 ) -> None:
-    """Table 5: accuracy by Sinkhorn sweeps, ε and masses, and with the exact solver."""
+    """Table 6: accuracy by Sinkhorn sweeps, ε and masses, and with the exact solver."""
     _ablation(sinkhorn, settings, data, out, seeds, rows)
 
 
@@ -60,7 +60,7 @@ def rank_ablation(
     seeds: Seeds = 1,
     rows: Rows = None,
 ) -> None:
-    """Table 6: accuracy, and time of a step, by the number of pivots."""
+    """Table 7: accuracy, and time of a step, by the number of pivots."""
     _ablation(rank, settings, data, out, seeds, rows)
 
 

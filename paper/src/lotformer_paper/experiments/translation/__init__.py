@@ -1,1 +1,1 @@
-"""Translation: train an encoder–decoder, translate with it, and the paper's Table 6."""
+"""Translation: train an encoder–decoder, translate with it, and the paper's Table 5."""

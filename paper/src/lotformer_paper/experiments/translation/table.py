@@ -1,4 +1,4 @@
-"""The paper's Table 6: swap the encoder's self-attention of a trained translation model, score, calibrate, fine-tune.
+"""The paper's Table 5: swap the encoder's self-attention of a trained translation model, score, calibrate, fine-tune.
 
 Every base is trained once per seed, by `train`, in a folder of its own that outlives the table, or is a checkpoint that
 somebody else has trained. From there a row of the table is one chain, each link of which is a cell: the swapped model,

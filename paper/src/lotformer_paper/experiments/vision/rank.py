@@ -1,4 +1,4 @@
-"""Table 6: accuracy and time of a step by the number of pivots."""
+"""Table 7: accuracy and time of a step by the number of pivots."""
 
 from __future__ import annotations
 

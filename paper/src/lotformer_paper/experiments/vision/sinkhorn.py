@@ -1,4 +1,4 @@
-"""Table 5: sweeps T, regularisation ε and fixed or learned masses; the exact solver as a further column."""
+"""Table 6: sweeps T, regularisation ε and fixed or learned masses; the exact solver as a further column."""
 
 from __future__ import annotations
 
