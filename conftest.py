@@ -1,4 +1,4 @@
-"""What every test starts from: the same numbers, memory that is NaN until it is written, narrow windows."""
+"""What every test starts from: the same numbers, memory that is NaN until it is written."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def _seeded_and_poisoned():
 
 
 @pytest.fixture(autouse=True)
-def narrow_window(monkeypatch):
-    """Small models read little: within a window that holds it all there would be nothing to learn or to go wrong."""
-    monkeypatch.setitem(api.WINDOW_SIZES, "text", 5)
-    monkeypatch.setitem(api.WINDOW_SIZES, "image", 5)
+def _windows(request, monkeypatch):
+    """Tests marked `small_windows` convert small models: within a window that holds it all nothing could be learned."""
+    if request.node.get_closest_marker("small_windows"):
+        monkeypatch.setitem(api.WINDOW_SIZES, "text", 5)
+        monkeypatch.setitem(api.WINDOW_SIZES, "image", 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

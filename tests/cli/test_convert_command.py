@@ -36,6 +36,8 @@ from lotformer.demo.speed import Speed, compare_speed
 from support.full_disk import full_disk, needs_limits
 from support.image_folder import make_image_folder
 
+pytestmark = pytest.mark.small_windows
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "house", "tree"]
 
 

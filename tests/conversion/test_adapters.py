@@ -12,6 +12,8 @@ from lotformer.attention.lot import LOT
 from lotformer.conversion.hosts.sites import mechanism_of
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 ADAPTERS = {
     "whole mechanisms": {"modules_to_save": ["mechanism"]},
     "a low rank on the pivots": {"target_parameters": ["mechanism.pivots.points.bias"]},

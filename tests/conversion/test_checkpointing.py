@@ -21,7 +21,7 @@ from lotformer.data.batches import call, main_tensor
 from support.cpu_kernel import needs_kernel
 from support.small_models import SMALL
 
-pytestmark = needs_kernel
+pytestmark = [needs_kernel, pytest.mark.small_windows]
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 CONVERSIONS: dict[str, dict[str, Any]] = {

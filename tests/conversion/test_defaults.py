@@ -24,11 +24,6 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def narrow_window():
-    """Not here: the widths are looked at."""
-
-
 def asked(kind: str, **options: object) -> dict[str, object]:
     model = SMALL[kind].build()
     lotformer.convert(model, rank=3, **options)

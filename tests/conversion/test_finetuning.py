@@ -15,6 +15,8 @@ from lotformer.training.finite import NonFiniteError
 from support.learning import batches, bert
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 
 class TestFinetuning:
     def test_imitation_without_labels_brings_outputs_closer(self):

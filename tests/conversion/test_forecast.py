@@ -11,6 +11,8 @@ from lotformer.conversion.hosts.sites import converted
 from lotformer.data.batches import call, main_tensor, pooled
 from support.small_models import SMALL, output, torch_encoder
 
+pytestmark = pytest.mark.small_windows
+
 
 def _batches(count: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)

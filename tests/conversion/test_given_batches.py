@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import lotformer
 from support.small_models import SMALL
 
+pytestmark = pytest.mark.small_windows
+
 WAYS: dict[str, Callable[..., Any]] = {"calibrate": lotformer.calibrate, "finetune": lotformer.finetune}
 both_ways = pytest.mark.parametrize("learn", WAYS.values(), ids=WAYS)
 

@@ -24,6 +24,8 @@ from support import learning_run
 from support.learning import batches, bert
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 
 def mechanism_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items() if ".mechanism." in name}

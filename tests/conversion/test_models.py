@@ -15,6 +15,8 @@ from lotformer import attention
 from lotformer.attention.lot import LOT
 from support.small_models import SMALL, output, torch_encoder
 
+pytestmark = pytest.mark.small_windows
+
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
     return {

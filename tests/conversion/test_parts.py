@@ -18,6 +18,8 @@ import lotformer
 from lotformer.conversion.hosts.sites import converted
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 
 def saved_and_loaded(model, folder: Path):
     """The model as the next process would see it, and its config.json naming what it needs."""

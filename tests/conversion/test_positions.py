@@ -13,6 +13,8 @@ from transformers import BertConfig, DistilBertConfig, ElectraConfig, RobertaCon
 import lotformer
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 _SIZES = {"num_attention_heads": 3, "vocab_size": 60, "max_position_embeddings": 40}
 _BERT = {**_SIZES, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20}
 CONFIGS = {

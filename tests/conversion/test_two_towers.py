@@ -13,6 +13,8 @@ from lotformer.conversion import recipe
 from lotformer.conversion.hosts.sites import converted, mechanism_of
 from lotformer.conversion.recipe import Recipe
 
+pytestmark = pytest.mark.small_windows
+
 _SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
 _TEXT = {
     **_SIZES,

@@ -14,6 +14,8 @@ from lotformer.conversion import coupling_quality, recipe
 from support.problems import lengths_mask
 from support.small_models import SMALL, output
 
+pytestmark = pytest.mark.small_windows
+
 BALANCES = ["both", "keys", "none"]
 
 

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lotformer_paper.experiments.survival import retrieval, translation
 
+pytestmark = pytest.mark.small_windows
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "old", "house", "tree", "river", "is"]
 
 

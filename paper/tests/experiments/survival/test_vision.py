@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from lotformer.cli.main import app
 from lotformer_paper.experiments.survival import vision
 
+pytestmark = pytest.mark.small_windows
+
 BRIEF = vision.VisionSettings(
     model="vit_tiny_patch16_224", size=64, classes=3, prototypes=2, calibration_inputs=4, calibration_steps=3,
     kept=(1,), finetune_steps=2, batch_size=2,
