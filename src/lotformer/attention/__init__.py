@@ -2,6 +2,20 @@
 
 from .base import Attention, Cost, Entry
 from .diagnose import Diagnosis, attention_matrix, diagnose
-from .registry import build, entry, names
+from .promises import check
+from .registry import build, entry, names, register, unregister
 
-__all__ = ["Attention", "Cost", "Diagnosis", "Entry", "attention_matrix", "build", "diagnose", "entry", "names"]
+__all__ = [
+    "Attention",
+    "Cost",
+    "Diagnosis",
+    "Entry",
+    "attention_matrix",
+    "build",
+    "check",
+    "diagnose",
+    "entry",
+    "names",
+    "register",
+    "unregister",
+]

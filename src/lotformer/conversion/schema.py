@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -45,14 +46,21 @@ def takes(mechanism: str, option: str) -> bool:
 
 def _declared(mechanism: str) -> dict[str, Any]:
     build: Any = attention.entry(mechanism).build
-    scope = getattr(build, "__init__", build).__globals__
-    parameters = inspect.signature(build).parameters
+    made_by = inspect.unwrap(build.func if isinstance(build, functools.partial) else build)
+    scope = getattr(made_by.__init__ if isinstance(made_by, type) else made_by, "__globals__", {})
     return {
-        # our own source, not the file's: annotations are text under `from __future__ import annotations`
-        name: eval(parameter.annotation, scope) if isinstance(parameter.annotation, str) else parameter.annotation
-        for name, parameter in parameters.items()
-        if name not in ("head_dim", "num_heads")
+        name: _annotation(parameter, scope)
+        for name, parameter in inspect.signature(build).parameters.items()
+        if name not in ("head_dim", "num_heads") and parameter.kind is not parameter.VAR_KEYWORD
     }
+
+
+def _annotation(parameter: inspect.Parameter, scope: dict[str, Any]) -> Any:
+    """The type of an option; without one, whatever JSON can hold."""
+    if parameter.annotation is parameter.empty:
+        return Any
+    # the mechanism's own source, not a file's: annotations are text under `from __future__ import annotations`
+    return eval(parameter.annotation, scope) if isinstance(parameter.annotation, str) else parameter.annotation
 
 
 def _plain(value: Any) -> Any:
@@ -73,6 +81,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         kinds = get_args(kind)
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if kind is Any:
+        return value is None or isinstance(value, bool | int | float | str | tuple)
     if kind in (None, NoneType):
         return value is None
     if kind is int:
