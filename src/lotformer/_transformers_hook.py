@@ -12,7 +12,6 @@ from importlib import import_module
 from ._import_hook import when_imported
 
 _AWAITED = "transformers.modeling_utils"
-_NEEDING_TRANSFORMERS = ("pretrained", "hosts.huggingface", "hosts.configs")
 
 
 def install() -> None:
@@ -24,8 +23,6 @@ def install() -> None:
 
 
 def _register() -> None:
-    if any(f"{__package__}.conversion.{name}" in sys.modules for name in _NEEDING_TRANSFORMERS):
-        return  # one of ours is what loads transformers right now; registration follows when that is done
     try:
         import_module(f"{__package__}.conversion.pretrained")
     except ImportError as error:

@@ -188,6 +188,8 @@ class TestUnreadable:
         "import transformers, lotformer",
         "import lotformer, transformers",
         "import transformers, lotformer.conversion.hosts.huggingface",
+        "import lotformer.conversion.hosts.dispatch",
+        "import lotformer.conversion.pretrained_files",
         "import lotformer, transformers.modeling_utils",
     ],
 )

@@ -96,7 +96,7 @@ def register(entry: Entry) -> None:
         ValueError: the name is taken.
     """
     if not isinstance(entry, Entry):
-        raise TypeError(f"expected a lotformer.attention.Entry, got {type(entry).__name__}.")
+        raise TypeError(f"expected a lotformer.attention.Entry, got {entry!r}.")
     if not isinstance(entry.name, str) or not entry.name:
         raise TypeError(f"the name of a mechanism must be a string, got {entry.name!r}.")
     if entry.name in _ENTRIES:

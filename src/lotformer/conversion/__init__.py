@@ -3,6 +3,8 @@
 from ..nn.grids import token_grid
 from .api import convert, revert
 from .folding import FoldingReport, fold
+from .hosts import Host, register_host, unregister_host
+from .hosts.sites import mix
 from .learning.calibration import CalibrationReport, calibrate
 from .learning.finetuning import FinetuningReport, finetune
 from .measuring.couplings import CouplingQuality, coupling_quality
@@ -16,14 +18,18 @@ __all__ = [
     "CouplingQuality",
     "FinetuningReport",
     "FoldingReport",
+    "Host",
     "calibrate",
     "convert",
     "coupling_quality",
     "finetune",
     "fold",
     "load",
+    "mix",
     "recipe",
+    "register_host",
     "revert",
     "save",
     "token_grid",
+    "unregister_host",
 ]

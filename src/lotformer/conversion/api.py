@@ -17,8 +17,8 @@ from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
 from .hosts import positions
-from .hosts.sites import Site, Skipped, converted, require_unfolded
-from .hosts.tokens import TokenKind, special_tokens, tokens_before
+from .hosts.sites import Site, Skipped, TokenKind, converted, require_unfolded
+from .hosts.tokens import special_tokens, tokens_before
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
 from .measuring.report import ConversionReport, Layer

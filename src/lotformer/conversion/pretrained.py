@@ -26,8 +26,8 @@ from ..attention import Attention
 from . import hosts
 from .api import choose, default_recipe
 from .hosts import configs
+from .hosts.dispatch import register
 from .hosts.grids import supply_grids
-from .hosts.huggingface import register
 from .hosts.sites import MECHANISM, Site, converted, is_folded, record_of
 from .hosts.tokens import tokens_before
 from .pretrained_files import expect_fresh, require_complete, require_fitting_files, seal_saved_files, sealing

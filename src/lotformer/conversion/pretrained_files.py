@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_utils
-from transformers.modeling_utils import safe_save_file
 
 from . import hosts
 from .hosts.sites import MECHANISM, Site, converted, record_of
 from .recipe import recipe
 from .saving import same_kind
 from .sealing import require_undamaged, sealed
+
+if TYPE_CHECKING:  # `pretrained` needs this module while transformers is being imported
+    from transformers import PreTrainedModel
 
 _FRESH = "_lotformer_fresh"
 _is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
@@ -35,6 +36,9 @@ def sealing() -> Iterator[None]:
 
 def seal_saved_files() -> None:
     """Let transformers write its weight files through us; `save_pretrained` takes no metadata."""
+
+    from transformers import modeling_utils
+    from transformers.modeling_utils import safe_save_file
 
     def write_sealed(
         tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None, **kwargs: Any

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from torch import nn
 
 from .hosts.positions import Positions
-from .hosts.sites import record_of, require_converted
-from .hosts.tokens import TokenKind
+from .hosts.sites import TokenKind, record_of, require_converted
 from .schema import LARGEST_INTEGER, checked_options
 
 VERSION = 2  # since 2, keys inside a window do not count as far away

@@ -144,7 +144,7 @@ def _without_projections(model: nn.Module, sites: list[Located]) -> dict[str, An
     before = Snapshot(site.module for _, site in sites)
     try:
         for host, site in sites:
-            hosts.present()[host].drop_projections(site.module)
+            hosts.named(host).drop_projections(site.module)
         return model.state_dict()
     finally:
         before.restore()

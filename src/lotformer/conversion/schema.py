@@ -46,7 +46,7 @@ def takes(mechanism: str, option: str) -> bool:
 
 def _declared(mechanism: str) -> dict[str, Any]:
     build: Any = attention.entry(mechanism).build
-    made_by = inspect.unwrap(build.func if isinstance(build, functools.partial) else build)
+    made_by: Any = inspect.unwrap(build.func if isinstance(build, functools.partial) else build)
     scope = getattr(made_by.__init__ if isinstance(made_by, type) else made_by, "__globals__", {})
     return {
         name: _annotation(parameter, scope)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,8 @@ from ..nn.grids import release
 from . import hosts
 from .hosts import positions
 from .hosts.grids import supply_grids
-from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
-from .hosts.tokens import TokenKind, tokens_before
+from .hosts.sites import Record, Site, TokenKind, converted, install, mechanism_of, record_of, uninstall
+from .hosts.tokens import tokens_before
 from .recipe import Recipe
 
 Located = tuple[str, Site]
@@ -59,7 +59,7 @@ def put_in(model: nn.Module, recipe: Recipe, sites: Sequence[Located]) -> dict[s
         if recipe.folded:
             fold_module(site.module)
     supply_grids(model)
-    _tell_hosts(model, [(host, site.module) for host, site in sites], lambda host: host.attach)
+    _attach(model, ((host, site.module) for host, site in sites))
     if recipe.positions is not None:
         positions.tell_configs(model, recipe.positions)  # which are the model's own now
     return mechanisms
@@ -82,7 +82,7 @@ def fold_module(module: nn.Module) -> None:
     record, mechanism = record_of(module), mechanism_of(module)
     assert record is not None
     folded = _folded(record.host, module, mechanism)
-    hosts.present()[record.host].drop_projections(module)
+    hosts.named(record.host).drop_projections(module)
     install(module, folded, replace(record, recipe=replace(record.recipe, folded=True)))
 
 
@@ -92,14 +92,14 @@ def foldable_projections(host: str, module: nn.Module, mechanism: nn.Module) -> 
     if reason is not None:
         return reason
     assert isinstance(mechanism, LOT)
-    found = hosts.present()[host].projections(module, mechanism.num_heads, mechanism.head_dim)
+    found = hosts.named(host).projections(module, mechanism.num_heads, mechanism.head_dim)
     return found if isinstance(found, str) else why_too_coarse(found.weight.dtype) or found
 
 
 def tell_hosts(model: nn.Module) -> None:
     """Let the hosts know that converted modules have changed."""
     found = [(record.host, module) for _, module in converted(model) if (record := record_of(module)) is not None]
-    _tell_hosts(model, found, lambda host: host.attach)
+    _attach(model, found)
 
 
 def _folded(host: str, module: nn.Module, mechanism: Attention) -> FoldedLOT:
@@ -131,18 +131,26 @@ def take_out(model: nn.Module, layers: Collection[str] | None = None) -> None:
         for name, module in converted(model)
         if (record := record_of(module)) is not None and (layers is None or name in layers)
     ]
+    owners = _by_host(found)  # all of them are here, or nothing happens
     remove(model, [module for _, module in found])
     if not converted(model):
         positions.restore(model)
-    _tell_hosts(model, found, lambda host: host.detach)
+    for host, modules in owners.items():
+        host.detach(model, modules)
 
 
-def _tell_hosts(
-    model: nn.Module,
-    modules: list[tuple[str, nn.Module]],
-    what: Callable[[hosts.Host], Callable[[nn.Module, list[nn.Module]], None]],
-) -> None:
-    for name, host in hosts.present().items():
-        mine = [module for owner, module in modules if owner == name]
-        if mine:
-            what(host)(model, mine)
+def _attach(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    for host, mine in _by_host(modules).items():
+        host.attach(model, mine)
+
+
+def _by_host(modules: Iterable[tuple[str, nn.Module]]) -> dict[hosts.Host, list[nn.Module]]:
+    """Modules, given with the names of their hosts, by host.
+
+    Raises:
+        ValueError: a host is not present.
+    """
+    owners: dict[str, list[nn.Module]] = {}
+    for name, module in modules:
+        owners.setdefault(name, []).append(module)
+    return {hosts.named(name): mine for name, mine in owners.items()}

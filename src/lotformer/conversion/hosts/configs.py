@@ -13,7 +13,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from ..recipe import recipe
 from .sites import converted, record_of
@@ -47,9 +47,7 @@ def settle(model: nn.Module) -> None:
         ValueError: parts were converted with different settings, which one recipe cannot hold; nothing has changed.
     """
     recipes = {
-        id(module): recipe(module).to_dict()
-        for module, _ in _holders(model)
-        if isinstance(module, PreTrainedModel) and converted(module)
+        id(module): recipe(module).to_dict() for module, _ in _holders(model) if _is_model(module) and converted(module)
     }
     _put_back(model)
     touched = {id(c) for m, c in _holders(model) if converted(m)}
@@ -74,7 +72,7 @@ def settle(model: nn.Module) -> None:
             # the outermost model that shares a config comes first, and its names are the ones written
             setattr(mine, RECIPE, recipes[id(module)])
             setattr(mine, _SAVED_KEY, SAVED)
-        if role == "converted" and isinstance(module, PreTrainedModel):
+        if role == "converted" and _is_model(module):
             for _, layer in converted(module):
                 layer.__dict__[_GOVERNOR] = mine
     for mine in copies.values():
@@ -182,5 +180,11 @@ def _clean(config: Any, model: nn.Module) -> None:
 
 def _softmax(model: nn.Module) -> str:
     """The implementation that transformers would choose."""
-    chooser = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    chooser: Any = next(filter(_is_model, model.modules()), None)
     return "eager" if chooser is None else chooser.get_correct_attn_implementation(None)
+
+
+def _is_model(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)

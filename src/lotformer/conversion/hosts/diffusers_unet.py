@@ -11,7 +11,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from torch import Tensor, nn
 
 from ...attention.unformed import Projections
-from .sites import Site, Skipped, mix
+from .base import CAUSAL, Host
+from .sites import mix
 
 _PROCESSOR = "_lotformer_processor"
 
@@ -58,46 +59,41 @@ class MechanismProcessor:
         return out / attn.rescale_output_factor
 
 
-def find(model: nn.Module) -> list[Site | Skipped]:
-    """Every `Attention` of diffusers in the model."""
-    found: list[Site | Skipped] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Attention):
-            continue
+class Diffusers(Host):
+    """UNets and transformers of diffusers."""
+
+    name = "diffusers_unet"
+
+    def is_attention(self, module: nn.Module) -> bool:
+        return isinstance(module, Attention)
+
+    def heads(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, Attention)
+        return module.heads, module.inner_dim // module.heads
+
+    def why_not(self, model: nn.Module, name: str, module: nn.Module) -> str | None:
+        assert isinstance(module, Attention)
         if module.is_cross_attention:
-            reason = "it is cross-attention"
-        elif module.is_causal:
-            reason = "it is causal, and a causal doubly stochastic matrix is the identity"
-        elif module.added_kv_proj_dim is not None:
-            reason = "it reads a second sequence beside its own"
-        elif type(module.processor) not in (AttnProcessor, AttnProcessor2_0, MechanismProcessor):
-            reason = f"its {type(module.processor).__name__} mixes in a way of its own"
-        else:
-            found.append(Site(name, module, module.heads, module.inner_dim // module.heads))
-            continue
-        found.append(Skipped(name, module, reason))
-    return found
+            return "it is cross-attention"
+        if self.is_causal(model, name, module):
+            return CAUSAL
+        if module.added_kv_proj_dim is not None:
+            return "it reads a second sequence beside its own"
+        if type(module.processor) not in (AttnProcessor, AttnProcessor2_0, MechanismProcessor):
+            return f"its {type(module.processor).__name__} mixes in a way of its own"
+        return None
 
+    def attach(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        for module in modules:
+            assert isinstance(module, Attention)
+            if not isinstance(module.processor, MechanismProcessor):
+                module.__dict__[_PROCESSOR] = module.processor
+                module.set_processor(cast(Any, MechanismProcessor()))  # it need not be of their class
 
-def attach(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Let the modules run their mechanisms."""
-    for module in modules:
-        assert isinstance(module, Attention)
-        if not isinstance(module.processor, MechanismProcessor):
-            module.__dict__[_PROCESSOR] = module.processor
-            module.set_processor(cast(Any, MechanismProcessor()))  # it need not be of their class
+    def detach(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        for module in modules:
+            assert isinstance(module, Attention)
+            module.set_processor(module.__dict__.pop(_PROCESSOR))
 
-
-def detach(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Let the modules run softmax again."""
-    for module in modules:
-        assert isinstance(module, Attention)
-        module.set_processor(module.__dict__.pop(_PROCESSOR))
-
-
-def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
-    return "diffusers may put adapters and norms around its projections"
-
-
-def drop_projections(module: nn.Module) -> None:
-    raise NotImplementedError("modules of diffusers are not folded.")
+    def projections(self, module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+        return "diffusers may put adapters and norms around its projections"

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.host_masks import key_mask_from
 from ...nn.grids import GridSource
-from .tokens import TokenKind
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
 MECHANISM = "mechanism"
 """Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""
+
+TokenKind = Literal["text", "image"]
 
 _RECORD = "_lotformer_conversion"
 

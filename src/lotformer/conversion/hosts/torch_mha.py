@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +12,10 @@ from torch import Tensor, nn
 from ...attention.folded import split_tokens
 from ...attention.host_masks import additive_allows
 from ...attention.unformed import Projections
-from .sites import Site, Skipped, is_folded, mix, record_of
+from ...data.batches import Batch
+from . import names
+from .base import Host
+from .sites import is_folded, mix, record_of
 
 _NESTED = "_lotformer_use_nested_tensor"
 
@@ -62,65 +68,71 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         return (out[0] if single else out if self.batch_first else out.transpose(0, 1)), None
 
 
-def find(model: nn.Module) -> list[Site | Skipped]:
-    """Every `MultiheadAttention` in the model."""
-    in_decoder = {
-        id(part): part_name
-        for layer in model.modules()
-        if isinstance(layer, nn.TransformerDecoderLayer)
-        for part_name, part in layer.named_modules()
-    }
-    found: list[Site | Skipped] = []
-    for name, module in model.named_modules():
-        if type(module) not in (nn.MultiheadAttention, ConvertedMultiheadAttention):
-            continue
-        if id(module) in in_decoder:
-            reason = "it belongs to a decoder: causal self-attention or cross-attention"
-        elif not module.__dict__["_qkv_same_embed_dim"]:
-            reason = "its keys or values have a width of their own: it is cross-attention"
-        elif module.bias_k is not None or module.add_zero_attn:
-            reason = "it adds tokens of its own to the keys (add_bias_kv, add_zero_attn)"
-        else:
-            found.append(Site(name, module, module.num_heads, module.head_dim))
-            continue
-        found.append(Skipped(name, module, reason))
-    return found
+class Torch(Host):
+    """Plain PyTorch: `MultiheadAttention`, and the names that vision transformers share."""
 
+    name = "torch_mha"
+    classes: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {nn.MultiheadAttention: ConvertedMultiheadAttention}
+    inside_others = "a MultiheadAttention inside another library's model; name it to convert it"
 
-def attach(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Let the modules run their mechanisms."""
-    for module in modules:
-        module.__class__ = ConvertedMultiheadAttention
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and any(map(record_of, module.modules())):
-            module.__dict__.setdefault(_NESTED, module.use_nested_tensor)
-            module.use_nested_tensor = False  # packing drops padding before the mask could be read
+    def heads(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, nn.MultiheadAttention)
+        return module.num_heads, module.head_dim
 
+    def is_causal(self, model: nn.Module, name: str, module: nn.Module) -> bool:
+        """In a decoder it is, or it is cross-attention."""
+        layers = (layer for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer))
+        return any(part is module for layer in layers for part in layer.modules())
 
-def detach(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Let the modules run softmax again."""
-    for module in modules:
-        module.__class__ = nn.MultiheadAttention
-    for module in model.modules():
-        if _NESTED in module.__dict__ and not any(map(record_of, module.modules())):
-            module.use_nested_tensor = module.__dict__.pop(_NESTED)
+    def why_not(self, model: nn.Module, name: str, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.MultiheadAttention)
+        if self.is_causal(model, name, module):
+            return "it belongs to a decoder: causal self-attention or cross-attention"
+        if not module.__dict__["_qkv_same_embed_dim"]:
+            return "its keys or values have a width of their own: it is cross-attention"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it adds tokens of its own to the keys (add_bias_kv, add_zero_attn)"
+        return None
 
+    def attach(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        super().attach(model, modules)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder) and any(map(record_of, module.modules())):
+                module.__dict__.setdefault(_NESTED, module.use_nested_tensor)
+                module.use_nested_tensor = False  # packing drops padding before the mask could be read
 
-def projections(module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
-    """The first two thirds of `in_proj_weight`."""
-    assert isinstance(module, nn.MultiheadAttention)
-    assert module.in_proj_weight is not None
-    return Projections.of(module.in_proj_weight, module.in_proj_bias, num_heads, head_dim)
+    def detach(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        super().detach(model, modules)
+        for module in model.modules():
+            if _NESTED in module.__dict__ and not any(map(record_of, module.modules())):
+                module.use_nested_tensor = module.__dict__.pop(_NESTED)
 
+    def projections(self, module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
+        """The first two thirds of `in_proj_weight`."""
+        assert isinstance(module, nn.MultiheadAttention)
+        assert module.in_proj_weight is not None
+        return Projections.of(module.in_proj_weight, module.in_proj_bias, num_heads, head_dim)
 
-def drop_projections(module: nn.Module) -> None:
-    """The projection makes values alone."""
-    assert isinstance(module, nn.MultiheadAttention)
-    for name in ("in_proj_weight", "in_proj_bias"):
-        whole = getattr(module, name)
-        if whole is not None:
-            values = whole.detach()[-module.embed_dim :].clone()
-            setattr(module, name, nn.Parameter(values, requires_grad=whole.requires_grad))
+    def drop_projections(self, module: nn.Module) -> None:
+        """The projection makes values alone."""
+        assert isinstance(module, nn.MultiheadAttention)
+        for name in ("in_proj_weight", "in_proj_bias"):
+            whole = getattr(module, name)
+            if whole is not None:
+                values = whole.detach()[-module.embed_dim :].clone()
+                setattr(module, name, nn.Parameter(values, requires_grad=whole.requires_grad))
+
+    def special_tokens(self, enclosure: nn.Module) -> int | None:
+        return names.special_tokens(enclosure)
+
+    def patches(self, enclosure: nn.Module) -> nn.Module | None:
+        return names.patches(enclosure)
+
+    def sample_inputs(self, model: nn.Module) -> Batch | None:
+        if not isinstance(model, nn.TransformerEncoder):
+            return None
+        width = model.layers[0].self_attn.embed_dim
+        return torch.randn(2, 16, width, generator=torch.Generator().manual_seed(0))
 
 
 def _real_keys(attn_mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:

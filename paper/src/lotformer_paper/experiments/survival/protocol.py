@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lotformer import conversion
 from lotformer.cli.tables import Table, mean_and_deviation
 from lotformer.conversion.api import WINDOW_SIZES
-from lotformer.conversion.hosts.tokens import TokenKind
+from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data.batches import Batch
 from lotformer.files import new_file, require_writable
 from lotformer.reading import decoding

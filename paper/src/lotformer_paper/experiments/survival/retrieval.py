@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lotformer.conversion.hosts.tokens import TokenKind
+from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data import glue
 from lotformer.data.checkpoints import save_like
 from lotformer.data.sentence_pairs import SentencePairs

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lotformer.conversion.hosts.tokens import TokenKind
+from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data.checkpoints import save_like
 from lotformer.data.text import embed, load_tokenizer, text_batches
 from lotformer.settings import setting

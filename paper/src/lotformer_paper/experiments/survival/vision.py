@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer import conversion
-from lotformer.conversion.hosts.tokens import TokenKind
+from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data.images import open_image
 from lotformer.data.vision.transforms import evaluation_transform
 from lotformer.settings import setting
