@@ -17,7 +17,8 @@ import timm
 from transformers import Trainer, TrainingArguments
 
 import lotformer
-from lotformer.data.batches import call, main_tensor
+from lotformer.conversion.calling import call
+from lotformer.data.batches import main_tensor
 from support.cpu_kernel import needs_kernel
 from support.small_models import SMALL
 

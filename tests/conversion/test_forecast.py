@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import lotformer
+from lotformer.conversion.calling import call
 from lotformer.conversion.hosts.sites import converted
-from lotformer.data.batches import call, main_tensor, pooled
+from lotformer.data.batches import main_tensor, pooled
 from support.small_models import SMALL, output, torch_encoder
 
 pytestmark = pytest.mark.small_windows

@@ -77,7 +77,8 @@ class TestEveryKindOfModel:
             assert model.config._attn_implementation == config._attn_implementation
 
     def test_every_new_parameter_gets_a_gradient(self, kind):
-        from lotformer.data.batches import call, main_tensor
+        from lotformer.conversion.calling import call
+        from lotformer.data.batches import main_tensor
 
         small = SMALL[kind]
         model, batch = small.build(), small.batch()

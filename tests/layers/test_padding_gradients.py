@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import lotformer
 from lotformer import attention
-from lotformer.data.batches import call, main_tensor
+from lotformer.conversion.calling import call
+from lotformer.data.batches import main_tensor
 from lotformer.layers import split_tokens
 from support.small_models import SMALL
 

@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from transformers import logging
 
-from lotformer.data.batches import call, main_tensor
+from lotformer.conversion.calling import call
+from lotformer.data.batches import main_tensor
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

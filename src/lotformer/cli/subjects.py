@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
-from ..data.batches import Batch, call, main_tensor, pooled
+from ..conversion.calling import call
+from ..data.batches import Batch, main_tensor, pooled
 from ..data.checkpoints import checkpoint_root, encoder_part, fill_like
 from ..data.images import open_image
 from ..data.prose import python_reference

@@ -46,8 +46,9 @@ def takes(mechanism: str, option: str) -> bool:
 
 def _declared(mechanism: str) -> dict[str, Any]:
     build: Any = attention.entry(mechanism).build
-    made_by: Any = inspect.unwrap(build.func if isinstance(build, functools.partial) else build)
-    scope = getattr(made_by.__init__ if isinstance(made_by, type) else made_by, "__globals__", {})
+    made_by = inspect.unwrap(build.func if isinstance(build, functools.partial) else build)
+    constructor = getattr(made_by, "__init__", None)  # of a class; what functions have is not Python
+    scope = getattr(constructor, "__globals__", None) or getattr(made_by, "__globals__", {})
     return {
         name: _annotation(parameter, scope)
         for name, parameter in inspect.signature(build).parameters.items()

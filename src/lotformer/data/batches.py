@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 """A mapping holds keyword arguments of the model, a tensor is its one argument. A list or tuple is what data loaders
@@ -54,70 +53,33 @@ def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
     return inputs
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
-    """The model's output on a batch of any of the accepted forms.
-
-    A `SentenceTransformer` takes a mapping as it is and writes its results into it: it gets a copy.
-    """
-    inputs = inputs_of(batch)
-    _require_contents(inputs)
-    if isinstance(inputs, Mapping):
-        inputs = {name: _to_learn_from(value) for name, value in inputs.items()}
-    try:
-        if not isinstance(inputs, Mapping):
-            return model(_to_learn_from(inputs))
-        whole = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
-        if whole is not None and isinstance(model, whole):
-            return model(inputs)
-        return model(**inputs)
-    except Exception as error:
-        missing = _missing(model, inputs)
-        if not missing:
-            raise
-        given = ", ".join(_tensors(inputs))
-        raise ValueError(
-            f"{type(model).__name__} does not run on a batch of {given}: it needs {' and '.join(missing)}, too. "
-            f"It said: {error}"
-        ) from error
-
-
 def require_finite(batch: Batch, what: str = "a batch") -> None:
     """Refuse inputs that hold NaN or inf; additive masks do so by right."""
-    floats = {n: x for n, x in _tensors(inputs_of(batch)).items() if x.is_floating_point() and "mask" not in n}
+    floats = {n: x for n, x in tensors_of(inputs_of(batch)).items() if x.is_floating_point() and "mask" not in n}
     bad = [name for name, x in floats.items() if not x.isfinite().all()]
     if bad:
         raise ValueError(f"{what}: its inputs are not finite, there is NaN or inf in {', '.join(bad)}.")
 
 
-def _require_contents(inputs: Mapping[str, Any] | Tensor) -> None:
-    tensors = _tensors(inputs)
+def require_contents(inputs: Mapping[str, Any] | Tensor) -> None:
+    """Refuse inputs without a tensor, or with one that is empty."""
+    tensors = tensors_of(inputs)
     empty = [f"{name} is {tuple(x.shape)}" for name, x in tensors.items() if not x.numel()]
     if empty or not tensors:
         raise ValueError(f"a batch is empty: {', '.join(empty) or 'there is no tensor in it'}. Leave it out.")
 
 
-def _tensors(inputs: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
+def tensors_of(inputs: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
     """The tensors of a batch by what to call them."""
     if isinstance(inputs, Tensor):
         return {"the tensor": inputs}
     return {f"`{name}`": value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _to_learn_from(x: Any) -> Any:
+def to_learn_from(x: Any) -> Any:
     """Tensors that were made in inference mode cannot be kept for backward; copies of them can."""
     made_elsewhere = isinstance(x, Tensor) and x.is_inference() and not torch.is_inference_mode_enabled()
     return x.clone() if made_elsewhere else x
-
-
-def _missing(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> list[str]:
-    """What a Hugging Face model is usually called with and was not: its main input, and that of its decoder."""
-    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    given = set(inputs) if isinstance(inputs, Mapping) else {main}
-    missing = [] if main is None or given & {main, "inputs_embeds", "encoder_outputs"} else [f"`{main}`"]
-    decodes = getattr(config, "is_encoder_decoder", False)
-    if decodes and not given & {"decoder_input_ids", "decoder_inputs_embeds", "labels"}:
-        missing.append("`decoder_input_ids` (or `labels`)")
-    return missing
 
 
 def main_tensor(output: Any) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...attention.unformed import Projections
 from ...data.batches import Batch
@@ -118,3 +118,11 @@ class Host(ABC):
     def sample_inputs(self, model: nn.Module) -> Batch | None:
         """Two random samples of the kind that a model of this library takes, on the CPU in fp32."""
         return None
+
+    def takes_a_mapping(self, model: nn.Module) -> bool:
+        """Whether a model takes a batch as one mapping, which is its to change, instead of keyword arguments."""
+        return False
+
+    def missing_inputs(self, model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> list[str]:
+        """What a model of this library, which has just failed, is usually called with and was not."""
+        return []

@@ -8,9 +8,12 @@ business.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...attention.unformed import Projections
 from ...data.batches import Batch
@@ -117,6 +120,21 @@ class HuggingFace(Host):
         if getattr(config, "is_encoder_decoder", False):
             batch["decoder_input_ids"] = batch["input_ids"][:, :5]
         return batch
+
+    def takes_a_mapping(self, model: nn.Module) -> bool:
+        """A `SentenceTransformer` does, and writes its results into it."""
+        whole = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
+        return whole is not None and isinstance(model, whole)
+
+    def missing_inputs(self, model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> list[str]:
+        """The main input, and that of the decoder."""
+        main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+        given = set(inputs) if isinstance(inputs, Mapping) else {main}
+        missing = [] if main is None or given & {main, "inputs_embeds", "encoder_outputs"} else [f"`{main}`"]
+        decodes = getattr(config, "is_encoder_decoder", False)
+        if decodes and not given & {"decoder_input_ids", "decoder_inputs_embeds", "labels"}:
+            missing.append("`decoder_input_ids` (or `labels`)")
+        return missing
 
 
 def _projection_names(module: nn.Module) -> tuple[str, str] | None:

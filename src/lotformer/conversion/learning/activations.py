@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ...attention import Attention
 from ...attention.lot import LOT
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, require_finite
+from ...data.batches import Batch, require_finite
 from ...training.precision import widened
+from ..calling import call
 from ..hosts.sites import mechanism_of, require_converted, substituted
 
 OnBatch = Callable[[int, int], None]

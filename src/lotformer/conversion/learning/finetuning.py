@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, main_tensor, pooled, real_tokens, require_batches, require_finite
+from ...data.batches import Batch, main_tensor, pooled, real_tokens, require_batches, require_finite
 from ...nn.checks import require_count, require_positive
 from ...training.checkpoints import Checkpoint, check_writable
 from ...training.fingerprints import fingerprint
@@ -25,6 +25,7 @@ from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.precision import widened
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates, ParamGroup
+from ..calling import call
 from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded
 from .exact_share import ExactShare
 from .held_back import apart, require_learning, require_share

@@ -14,8 +14,9 @@ from ...attention import Attention
 from ...attention.diagnose import is_matrix
 from ...attention.lot import LOT
 from ...attention.masking import zero_padding
-from ...data.batches import Batch, call
+from ...data.batches import Batch
 from ...ops import Coupling
+from ..calling import call
 
 _A = TypeVar("_A", bound=Attention)
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, call, main_tensor, pooled
+from ...data.batches import Batch, main_tensor, pooled
+from ..calling import call
 from ..hosts.sites import require_converted, substituted
 
 READY = 0.98

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...data.batches import Batch, call, main_tensor
+from ...data.batches import Batch, main_tensor
 from .. import hosts
+from ..calling import call
 from .report import Probe
 
 
