@@ -19,6 +19,7 @@ from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 from lotformer import attention
+from lotformer.models.reduction import ReducedAttention
 from lotformer.models.swin import WholeMapBlock
 
 DEITS = [f"lot_deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")]
@@ -73,10 +74,12 @@ def test_all_models_are_registered_and_only_their_package_imports_timm() -> None
     assert found.stdout.split() == NAMES
 
 
+@pytest.mark.parametrize("attention", ["lot", "softmax"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_learns(name: str) -> None:
-    model = small(name, drop_path_rate=0.1).train()
-    logits = model(images())
+def test_every_parameter_learns(name: str, attention: str) -> None:
+    size = 64 if name == "lot_pvt_tiny" else 32  # a reduction to one key would leave its queries no gradient
+    model = small(name, drop_path_rate=0.1, attention=attention, img_size=size).train()
+    logits = model(images(size, size))
     assert logits.shape == (2, 5)
     logits.square().sum().backward()
     assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
@@ -183,13 +186,21 @@ def test_swin_mixes_whole_maps_first_and_windows_later() -> None:
     assert kinds == [{WholeMapBlock}, {WholeMapBlock}, {SwinTransformerBlock}, {SwinTransformerBlock}]
 
 
-def test_with_softmax_swin_is_timms_with_windows_as_large_as_the_map() -> None:
+def test_with_softmax_swin_is_timms() -> None:
+    reference = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **SMALL["lot_swin_tiny"]).eval()
+    model = small("lot_swin_tiny", attention="softmax").eval()
+    model.load_state_dict(reference.state_dict(), strict=True)
+    x = images()
+    torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
+
+
+def test_softmax_over_whole_maps_is_timms_swin_with_windows_as_large_as_the_map() -> None:
     sizes = {**SMALL["lot_swin_tiny"], "window_size": 8}
     reference = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **sizes).eval()
     for key, parameter in reference.named_parameters():
         if "relative_position_bias_table" in key:
             nn.init.zeros_(parameter)  # softmax attention of the zoo knows no positions
-    model = small("lot_swin_tiny", attention="softmax", window_size=8).eval()
+    model = small("lot_swin_tiny", attention="softmax", window_size=8, map_stages=2).eval()
     result = model.load_state_dict(reference.state_dict(), strict=False)
     assert result.missing_keys == []
     assert all("relative_position_bias_table" in key for key in result.unexpected_keys)
@@ -197,19 +208,42 @@ def test_with_softmax_swin_is_timms_with_windows_as_large_as_the_map() -> None:
     torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-5)
 
 
-def test_with_softmax_pvt_is_transformers_pvt_without_reduction() -> None:
+@pytest.mark.parametrize("ratios", [None, (1, 1, 1, 1), (4, 1, 2, 1)], ids=["original", "none", "others"])
+@pytest.mark.parametrize("size", [32, 64])
+def test_with_softmax_pvt_is_transformers_pvt(ratios: tuple[int, ...] | None, size: int) -> None:
     from transformers import PvtConfig, PvtForImageClassification
 
     widths, depths, heads = (8, 16, 16, 24), (1, 1, 2, 1), (1, 2, 2, 3)
     config = PvtConfig(
-        image_size=32, hidden_sizes=widths, depths=depths, num_attention_heads=heads,
-        sequence_reduction_ratios=(1, 1, 1, 1), num_labels=5,
+        image_size=size, hidden_sizes=widths, depths=depths, num_attention_heads=heads, num_labels=5,
+        **({} if ratios is None else {"sequence_reduction_ratios": ratios}),
     )  # fmt: skip
     theirs = PvtForImageClassification(config).eval()
-    ours = small("lot_pvt_tiny", attention="softmax").eval()
+    ours = small("lot_pvt_tiny", attention="softmax", sr_ratios=ratios, img_size=size).eval()
     ours.load_state_dict(_from_transformers(theirs.state_dict(), depths), strict=True)
-    x = images()
+    x = images(size, size)
     torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_pvt_reduces_a_map_that_is_not_square_by_rows_and_columns() -> None:
+    layer = ReducedAttention(8, num_heads=2, ratio=2).eval()
+    x = torch.randn(2, 24, 8)
+    patches = x.view(2, 2, 2, 3, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(2, 6, 4, 8)  # 4 rows, 6 columns
+    keys = layer.sr_norm(torch.einsum("bpsc,ocs->bpo", patches, layer.sr.weight.flatten(2)) + layer.sr.bias)
+    q, _, _ = layer.qkv(x).chunk(3, -1)
+    _, k, v = layer.qkv(keys).chunk(3, -1)
+    heads = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (q, k, v))
+    mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(x, grid=(4, 6)), layer.proj(mixed), rtol=1e-5, atol=1e-6)
+
+
+def test_reduction_of_the_keys_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="only softmax attention reduces its keys, not 'lot'"):
+        small("lot_pvt_tiny", sr_ratios=(8, 4, 2, 1))
+    with pytest.raises(ValueError, match="one for each of the 4 stages and end with 1"):
+        small("lot_pvt_tiny", attention="softmax", sr_ratios=(8, 4, 2, 2))
+    with pytest.raises(ValueError, match="4×4 tokens is smaller than the reduction ratio 8"):
+        small("lot_pvt_tiny", attention="softmax", img_size=16)(images(16, 16))
 
 
 def _from_transformers(state: dict[str, Tensor], depths: tuple[int, ...]) -> dict[str, Tensor]:
@@ -235,6 +269,10 @@ def _from_transformers(state: dict[str, Tensor], depths: tuple[int, ...]) -> dic
                     made[f"{made_block}.{new}.{kind}"] = state[f"{block}.{old}.{kind}"]
                 qkv = [state[f"{block}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
                 made[f"{made_block}.attn.qkv.{kind}"] = torch.cat(qkv)
+                for old, new in {"sequence_reduction": "sr", "layer_norm": "sr_norm"}.items():
+                    found = state.get(f"{block}.attention.self.{old}.{kind}")
+                    if found is not None:
+                        made[f"{made_block}.attn.{new}.{kind}"] = found
     return made
 
 

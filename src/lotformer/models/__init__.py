@@ -10,6 +10,8 @@ all take, beside what the timm class takes:
     attention            the mechanism by its name in `lotformer.attention.names()`; "lot" by default
     attention_options    its own options, over the defaults of `image_attention`
     softmax_prefix       whether special tokens read by softmax while the mechanism mixes the patches; True by default
+
+With `attention="softmax"` they are the original models: timm's DeiT and Swin, and PVT with its reduced keys.
 """
 
 from . import _timm  # noqa: F401  first

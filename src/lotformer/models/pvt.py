@@ -1,9 +1,9 @@
 """The first Pyramid Vision Transformer, from timm's patch embeddings and transformer blocks.
 
 Wang et al. 2021, Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions. timm has
-only its second version. The original shortens the keys by strided convolutions to afford softmax; linear attention
-needs no such reduction, so there is none here (as in FLatten, PolaFormer and the paper). What is left is transformers'
-`PvtForImageClassification` with reduction ratios of one, and a test holds the two against each other.
+only its second version. The original shortens the keys by strided convolutions to afford softmax, and so does this one
+with `attention="softmax"`: then it is transformers' `PvtForImageClassification`. Linear attention needs no reduction,
+and other mechanisms get none, as in FLatten, PolaFormer and the paper.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from timm.models.vision_transformer import Block, get_init_weights_vit
 from torch import Tensor, nn
 
 from ..nn.undecayed import undecayed_names
+from .reduction import ReducedAttention
 from .slot import Grid, image_attention
+
+SR_RATIOS = (8, 4, 2, 1)
+"""By how much the original shrinks the sides of the map before its tokens become keys."""
 
 
 class GridBlock(Block):
@@ -73,10 +77,12 @@ class PyramidStage(nn.Module):
 
 
 class PyramidVisionTransformer(nn.Module):
-    """PVT v1 without spatial reduction: four stages of shrinking maps, a class token in the last.
+    """PVT v1: four stages of shrinking maps, a class token in the last.
 
     Args:
         attention, attention_options, softmax_prefix: as in `lotformer.models`.
+        sr_ratios: reduction of the keys of each stage, for softmax alone: by default the original's, and 1 for other
+            mechanisms.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class PyramidVisionTransformer(nn.Module):
         attention: str = "lot",
         attention_options: Mapping[str, Any] | None = None,
         softmax_prefix: bool = True,
+        sr_ratios: Sequence[int] | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
@@ -107,10 +114,18 @@ class PyramidVisionTransformer(nn.Module):
         norm_layer = partial(nn.LayerNorm, eps=1e-6)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         size = (img_size, img_size) if isinstance(img_size, int) else img_size
+        ratios = _reductions(sr_ratios, attention, len(embed_dims))
         self.feature_info: list[dict[str, Any]] = []
         stages, reduction = [], 1
         for index, (dim, patch_size) in enumerate(zip(embed_dims, patch_sizes, strict=True)):
             last = index == len(embed_dims) - 1
+            slot: type[nn.Module]
+            if ratios[index] > 1:
+                slot = ReducedAttention.with_options(ratio=ratios[index], **(attention_options or {}))
+            else:
+                slot = image_attention(
+                    attention, attention_options, special_tokens=int(last), softmax_prefix=softmax_prefix
+                )
             stages.append(
                 PyramidStage(
                     img_size=size,
@@ -124,9 +139,7 @@ class PyramidVisionTransformer(nn.Module):
                     attn_drop=attn_drop_rate,
                     drop_path=rates[index],
                     norm_layer=norm_layer,
-                    attn_layer=image_attention(
-                        attention, attention_options, special_tokens=int(last), softmax_prefix=softmax_prefix
-                    ),
+                    attn_layer=slot,
                 )
             )
             size = (size[0] // patch_size, size[1] // patch_size)
@@ -206,6 +219,20 @@ class PyramidVisionTransformer(nn.Module):
     def no_weight_decay(self) -> set[str]:
         positions = {name for name, _ in self.named_parameters() if name.endswith(("pos_embed", "cls_token"))}
         return positions | undecayed_names(self)
+
+
+def _reductions(given: Sequence[int] | None, attention: str, stages: int) -> Sequence[int]:
+    """The ratio of each stage, checked."""
+    if given is None:
+        return SR_RATIOS if attention == "softmax" and stages == len(SR_RATIOS) else (1,) * stages
+    if len(given) != stages or given[-1] != 1:
+        raise ValueError(
+            f"sr_ratios must be one for each of the {stages} stages and end with 1, as the last one has a class token; "
+            f"got {tuple(given)}."
+        )
+    if attention != "softmax" and any(ratio != 1 for ratio in given):
+        raise ValueError(f"sr_ratios={tuple(given)}: only softmax attention reduces its keys, not {attention!r}.")
+    return given
 
 
 def _as_map(tokens: Tensor, grid: Grid) -> Tensor:

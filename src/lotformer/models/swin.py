@@ -41,10 +41,10 @@ class LOTSwinTransformer(SwinTransformer):
     """timm's `SwinTransformer` with a mechanism over the whole map in its first stages.
 
     As in FLatten and PolaFormer ("LLSS"): the early maps, where windows see least, are mixed whole in linear time;
-    later stages keep Swin's shifted windows of softmax attention.
+    later stages keep Swin's shifted windows of softmax attention. With `attention="softmax"` all of them do.
 
     Args:
-        map_stages: how many stages mix the whole map.
+        map_stages: how many stages mix the whole map: by default 2, and with softmax none.
         attention, attention_options: as in `lotformer.models`.
     """
 
@@ -53,10 +53,12 @@ class LOTSwinTransformer(SwinTransformer):
         *args: Any,
         attention: str = "lot",
         attention_options: Mapping[str, Any] | None = None,
-        map_stages: int = 2,
+        map_stages: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if map_stages is None:
+            map_stages = 0 if attention == "softmax" else 2
         if not 0 <= map_stages <= self.num_layers:
             raise ValueError(f"map_stages must be between 0 and {self.num_layers}, got {map_stages}.")
         slot = image_attention(attention, attention_options)
