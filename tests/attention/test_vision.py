@@ -113,6 +113,21 @@ def test_positions_say_when_there_are_more_tokens_than_they_were_made_for(name: 
         build(name, num_tokens=8)(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["flatten", "polaformer"])
+def test_positions_of_a_grid_are_resampled_for_grids_of_other_shapes(name: str) -> None:
+    module = build(name, num_tokens=(2, 3))
+    ramp = torch.arange(3.0).repeat(2)[:, None].expand(6, D)  # grows from left to right
+    with torch.no_grad():
+        module.positions.table.copy_(ramp.expand(H, 6, D))
+    q, k, v = tokens(24)
+    added = module.positions(torch.zeros_like(k), (4, 6)).unflatten(2, (4, 6))
+    assert (added.diff(dim=3) > 0).all()
+    close(added, added[:, :, :1].expand_as(added))
+    close(module.positions(torch.zeros_like(k[:1, :, :6]), (2, 3)), module.positions.table[None])
+    close(module.positions(torch.zeros_like(k[:1, :, :6])), module.positions.table[None])
+    assert module(q, k, v, grid=(4, 6)).isfinite().all()
+
+
 def test_depthwise_mixing_names_values_of_the_wrong_width() -> None:
     with pytest.raises(ValueError, match="values must have the dimension of the heads"):
         DepthwiseMixing(8, "1d", sharing="heads")(torch.randn(1, 2, 5, 7))

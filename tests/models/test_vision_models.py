@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lotformer import attention
 from lotformer.models.reduction import ReducedAttention
 from lotformer.models.swin import WholeMapBlock
+from lotformer.nn.feature_maps import TokenPositions
 
 DEITS = [f"lot_deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")]
 NAMES = sorted([*DEITS, "lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
@@ -136,6 +137,49 @@ def test_special_tokens_stay_out_of_the_coupling(
     assert model.num_prefix_tokens == special
     assert all(getattr(block.attn.mechanism, "prefix_tokens", 0) == special for block in model.blocks)
     assert model(images()).shape == (2, 5)
+
+
+@pytest.mark.parametrize("mechanism", ["flatten", "polaformer"])
+@pytest.mark.parametrize("name", ["lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
+def test_keys_get_positions_for_the_patches_of_their_stage(name: str, mechanism: str) -> None:
+    model = small(name, attention=mechanism, img_size=(32, 64))
+    found = [part for part in model.modules() if isinstance(part, TokenPositions)]
+    grids = {"lot_vit_half": 2 * [(4, 8)], "lot_swin_tiny": [(8, 16), (4, 8), (4, 8)]}
+    pyramid = [(8, 16), (4, 8), (2, 4), (2, 4), (1, 2)]
+    assert [part.grid for part in found] == grids.get(name, pyramid)
+    logits = model(images(32, 64))
+    logits.square().sum().backward()
+    assert found[0].table.grad.abs().sum() > 0  # of a last block, the class token alone is read
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lot_vit_half", {"dynamic_img_size": True}),
+        ("lot_vit_half", {"dynamic_img_size": True, "attention_options": {"local_conv": False}}),
+        ("lot_swin_tiny", {"strict_img_size": False, "window_size": 2}),
+        ("lot_pvt_tiny", {}),
+    ],
+)
+def test_positions_of_keys_fit_images_of_other_shapes(name: str, options: dict[str, object]) -> None:
+    model = small(name, attention="polaformer", **options).eval()
+    before = model(images(64, 32))
+    with torch.no_grad():
+        for part in model.modules():
+            if isinstance(part, TokenPositions):
+                part.table.normal_()
+    for height, width in ((64, 32), (32, 96)):
+        assert model(images(height, width)).isfinite().all()
+    assert not torch.equal(model(images(64, 32)), before)
+
+
+def test_positions_of_keys_count_special_tokens_that_are_coupled() -> None:
+    options = {"local_conv": False}
+    model = small("lot_vit_half", attention="flatten", attention_options=options, softmax_prefix=False)
+    assert model.blocks[0].attn.mechanism.positions.table.shape[1] == 17
+    assert model(images()).shape == (2, 5)
+    none = small("lot_vit_half", attention="flatten", attention_options={"num_tokens": None})
+    assert none.blocks[0].attn.mechanism.inner.positions is None
 
 
 def test_without_a_softmax_prefix_every_token_is_coupled() -> None:

@@ -23,8 +23,8 @@ class FocusedAttention(CleanAttention):
 
     Args:
         focusing_factor: the power p. local_conv: add the depthwise 2-D convolution, whose filters heads share.
-        num_tokens: adds the publication's learned positions to the keys, for at most that many tokens; they need
-            the length, so they are off until it is given.
+        num_tokens: adds the publication's learned positions to the keys: for at most that many tokens, or for
+            `(rows, columns)`, resampled for other grids. They need the length, so they are off until it is given.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FocusedAttention(CleanAttention):
         focusing_factor: float = 3.0,
         local_conv: bool = True,
         kernel_size: int = 5,
-        num_tokens: int | None = None,
+        num_tokens: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
         require_positive("focusing_factor", focusing_factor)
@@ -61,7 +61,7 @@ class FocusedAttention(CleanAttention):
         grid: tuple[int, int] | None,
     ) -> Tensor:
         if self.positions is not None:
-            k = self.positions(k)
+            k = self.positions(k, grid)
         eps = 1e-6 * count_real(k, key_mask)
         out = linear_attention(self._features(q), self._features(k), v, key_mask=key_mask, eps=eps)
         return out if self.local is None else out + self.local(v, grid)

@@ -26,8 +26,8 @@ class PolaFormer(CleanAttention):
     Args:
         alpha: range of the learned powers. gate, local_conv: as published, on. kernel_size: side of the 2-D
             convolution, whose filters heads share.
-        num_tokens: adds the publication's learned positions to the keys, for at most that many tokens; they need
-            the length, so they are off until it is given.
+        num_tokens: adds the publication's learned positions to the keys: for at most that many tokens, or for
+            `(rows, columns)`, resampled for other grids. They need the length, so they are off until it is given.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PolaFormer(CleanAttention):
         gate: bool = True,
         local_conv: bool = True,
         kernel_size: int = 5,
-        num_tokens: int | None = None,
+        num_tokens: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
         require_positive("alpha", alpha)
@@ -66,7 +66,7 @@ class PolaFormer(CleanAttention):
             raise ValueError(f"the gate expects values of dimension {self.head_dim}, got {v.shape[-1]}.")
         gate = None if self.gate is None else self.gate(q)
         if self.positions is not None:
-            k = self.positions(k)
+            k = self.positions(k, grid)
         phi_q, phi_k = (torch.cat(self._poles(x), -1) for x in (q, k))
         out = _like_and_opposite(phi_q, zero_padding(phi_k, key_mask), v, 1e-6 * count_real(k, key_mask))
         if self.local is not None:

@@ -119,12 +119,17 @@ class PyramidVisionTransformer(nn.Module):
         stages, reduction = [], 1
         for index, (dim, patch_size) in enumerate(zip(embed_dims, patch_sizes, strict=True)):
             last = index == len(embed_dims) - 1
+            grid = (size[0] // patch_size, size[1] // patch_size)
             slot: type[nn.Module]
             if ratios[index] > 1:
                 slot = ReducedAttention.with_options(ratio=ratios[index], **(attention_options or {}))
             else:
                 slot = image_attention(
-                    attention, attention_options, special_tokens=int(last), softmax_prefix=softmax_prefix
+                    attention,
+                    attention_options,
+                    special_tokens=int(last),
+                    softmax_prefix=softmax_prefix,
+                    grid=lambda grid=grid: grid,
                 )
             stages.append(
                 PyramidStage(
@@ -142,7 +147,7 @@ class PyramidVisionTransformer(nn.Module):
                     attn_layer=slot,
                 )
             )
-            size = (size[0] // patch_size, size[1] // patch_size)
+            size = grid
             reduction *= patch_size
             self.feature_info.append({"num_chs": dim, "reduction": reduction, "module": f"stages.{index}"})
         self.stages = nn.ModuleList(stages)

@@ -26,7 +26,7 @@ class ReducedAttention(AttentionLayer):
     def __init__(self, dim: int, num_heads: int = 8, *, ratio: int, **words: Any) -> None:
         super().__init__(dim, num_heads, "softmax", **words)
         require_count("ratio", ratio)
-        factory = {"device": words.get("device"), "dtype": words.get("dtype")}
+        factory: dict[str, Any] = {"device": words.get("device"), "dtype": words.get("dtype")}
         self.ratio = ratio
         self.sr = nn.Conv2d(dim, dim, ratio, stride=ratio, **factory)
         self.sr_norm = (words.get("norm_layer") or nn.LayerNorm)(dim, **factory)

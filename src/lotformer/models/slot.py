@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..attention.base import Attention
 from ..attention.masking import zero_padding
 from ..layers import AttentionLayer
@@ -50,13 +53,27 @@ class ImageAttention(AttentionLayer):
 
     That is an option of LOT's own; other mechanisms are put into a `PrefixedAttention`. In a model whose blocks hand on
     tokens alone, `grids` tells the grid.
+
+    Args:
+        num_tokens: of a mechanism that has positions for so many tokens; a function is asked when the layer is built.
     """
 
     grids: GridSource | None = None
 
-    def __init__(self, dim: int, num_heads: int = 8, *, mechanism: str, prefix_tokens: int = 0, **words: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        mechanism: str,
+        prefix_tokens: int = 0,
+        num_tokens: Callable[[], int | Grid | None] | int | Grid | None = None,
+        **words: Any,
+    ) -> None:
         if mechanism == "lot":
             words["prefix_tokens"] = prefix_tokens
+        if _has_positions(mechanism):
+            words["num_tokens"] = num_tokens() if callable(num_tokens) else num_tokens
         super().__init__(dim, num_heads, mechanism, **words)
         if prefix_tokens and mechanism != "lot":
             self.mechanism = PrefixedAttention(self.mechanism, prefix_tokens)
@@ -68,13 +85,21 @@ class ImageAttention(AttentionLayer):
 
 
 def image_attention(
-    mechanism: str, options: Mapping[str, Any] | None = None, *, special_tokens: int = 0, softmax_prefix: bool = True
+    mechanism: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    special_tokens: int = 0,
+    softmax_prefix: bool = True,
+    grid: Callable[[], Grid | None] | None = None,
 ) -> type[ImageAttention]:
     """What timm's `attn_layer` takes.
 
     LOT gets the paper's best setting: 32 pivots; where special tokens read by softmax, with polarised scores; and a
     2-D convolution of the patches, unless special tokens are among what is coupled. Softmax attention needs no prefix:
-    its special tokens read by softmax already.
+    its special tokens read by softmax already. FLatten and PolaFormer get their positions of the keys.
+
+    Args:
+        grid: tells the `(rows, columns)` of the patches when a layer is built.
     """
     prefix_tokens = special_tokens if softmax_prefix and mechanism != "softmax" else 0
     chosen: dict[str, Any] = {}
@@ -82,5 +107,21 @@ def image_attention(
         chosen["rank"] = 32
         chosen["polarize_prefix"] = prefix_tokens > 0
         chosen["local_conv"] = "2d" if prefix_tokens == special_tokens else None
+    elif grid is not None and _has_positions(mechanism):
+        chosen["num_tokens"] = grid if prefix_tokens == special_tokens else _counted(grid, special_tokens)
     chosen.update(options or {})
     return ImageAttention.with_options(mechanism=mechanism, prefix_tokens=prefix_tokens, **chosen)
+
+
+def _has_positions(mechanism: str) -> bool:
+    return "num_tokens" in inspect.signature(attention.entry(mechanism).build).parameters
+
+
+def _counted(grid: Callable[[], Grid | None], special_tokens: int) -> Callable[[], int | None]:
+    """The number of tokens where special ones stand before the grid."""
+
+    def count() -> int | None:
+        found = grid()
+        return None if found is None else special_tokens + math.prod(found)
+
+    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -12,7 +13,7 @@ from timm.models.vision_transformer import get_init_weights_vit
 from torch import Tensor, nn
 
 from ..nn.undecayed import undecayed_names
-from .slot import ImageAttention, image_attention
+from .slot import Grid, ImageAttention, image_attention
 
 
 class WholeMapBlock(SwinTransformerBlock):
@@ -61,7 +62,6 @@ class LOTSwinTransformer(SwinTransformer):
             map_stages = 0 if attention == "softmax" else 2
         if not 0 <= map_stages <= self.num_layers:
             raise ValueError(f"map_stages must be between 0 and {self.num_layers}, got {map_stages}.")
-        slot = image_attention(attention, attention_options)
         words = {
             "qkv_bias": kwargs.get("qkv_bias", True),
             "attn_drop": kwargs.get("attn_drop_rate", 0.0),
@@ -71,6 +71,7 @@ class LOTSwinTransformer(SwinTransformer):
         }
         stages: list[Any] = list(self.layers)
         for stage in stages[:map_stages]:
+            slot = image_attention(attention, attention_options, grid=partial(_grid_of, stage))
             for index, block in enumerate(stage.blocks):
                 attn = slot(block.dim, num_heads=block.attn.num_heads, **words)
                 named_apply(get_init_weights_vit(self.weight_init_mode, needs_reset=False), attn)
@@ -78,6 +79,11 @@ class LOTSwinTransformer(SwinTransformer):
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | undecayed_names(self)
+
+
+def _grid_of(stage: Any) -> Grid:
+    rows, columns = stage.blocks[0].input_resolution
+    return rows, columns
 
 
 default_cfgs = generate_default_cfgs(

@@ -37,6 +37,7 @@ class _AttentionByName(_Base):
             attention_options,
             special_tokens=self._special_tokens(kwargs),
             softmax_prefix=softmax_prefix,
+            grid=lambda: self.patch_embed.grid_size,  # which is there by the time a block is built
         )
         super().__init__(*args, **{**kwargs, "attn_layer": slot})
         self._supply_grid()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import require_count
+from .depthwise import square_grid
 
 Init = Literal["identity", "random"]
 
@@ -59,23 +60,41 @@ class ChannelScale(nn.Module):
 
 
 class TokenPositions(nn.Module):
-    """A learned vector per position added to the keys, zero at the start, for at most `num_tokens` tokens."""
+    """A learned vector per position added to the keys, zero at the start.
 
-    def __init__(self, num_heads: int, num_tokens: int, head_dim: int) -> None:
+    Args:
+        num_tokens: a number of tokens, of which there may be fewer; or the `(rows, columns)` of a grid, whose vectors
+            are resampled for grids of other shapes.
+    """
+
+    def __init__(self, num_heads: int, num_tokens: int | tuple[int, int], head_dim: int) -> None:
         super().__init__()
-        require_count("num_tokens", num_tokens)
-        self.table = nn.Parameter(torch.zeros(num_heads, num_tokens, head_dim))
+        self.grid = num_tokens if isinstance(num_tokens, tuple) else None
+        sides = num_tokens if isinstance(num_tokens, tuple) else (num_tokens,)
+        for count in sides:
+            require_count("num_tokens", count)
+        self.table = nn.Parameter(torch.zeros(num_heads, math.prod(sides), head_dim))
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.table)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2] > self.table.shape[1]:
-            raise ValueError(
-                f"positions were made for at most {self.table.shape[1]} tokens, got {x.shape[2]}: build with "
-                "a larger num_tokens."
-            )
-        return x + self.table[:, : x.shape[2]].to(x.dtype)
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        if self.grid is None:
+            if x.shape[2] > self.table.shape[1]:
+                raise ValueError(
+                    f"positions were made for at most {self.table.shape[1]} tokens, got {x.shape[2]}: build with "
+                    "a larger num_tokens."
+                )
+            return x + self.table[:, : x.shape[2]].to(x.dtype)
+        if grid is None and x.shape[2] == self.table.shape[1]:
+            grid = self.grid
+        return x + self._resampled(square_grid(x.shape[2], grid), self.grid, x.dtype)
+
+    def _resampled(self, grid: tuple[int, int], made: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        table = self.table.to(dtype)
+        if grid == made:
+            return table
+        return F.interpolate(table.mT.unflatten(2, made), grid, mode="bicubic", antialias=True).flatten(2).mT
 
 
 def exponential_features(log_q: Tensor, log_k: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .depthwise import DepthwiseMixing
+from .feature_maps import TokenPositions
 from .near_keys import NearKeys
 
 Grid = tuple[int, int]
@@ -86,7 +87,10 @@ class GridSource:
 def needs_grid(mechanism: nn.Module) -> bool:
     """Whether a mechanism has a part that sees its tokens on a grid."""
     flat = (DepthwiseMixing, NearKeys)
-    return any(isinstance(part, flat) and part.kind == "2d" for part in mechanism.modules())
+    return any(
+        (isinstance(part, flat) and part.kind == "2d") or (isinstance(part, TokenPositions) and part.grid is not None)
+        for part in mechanism.modules()
+    )
 
 
 def release(model: nn.Module, readers: Iterable[nn.Module]) -> None:
