@@ -72,11 +72,14 @@ def test_prefix_and_convolution_honour_padding(polarize):
     assert (mechanism(*dirty[:3], empty, empty)[1] == 0).all()
 
 
-def test_two_dimensional_mixing_is_a_depthwise_convolution_of_the_values_on_the_grid():
-    mechanism = lotformer.attention.build("lot", head_dim=4, num_heads=2, rank=3, prefix_tokens=1, local_conv="2d")
+@pytest.mark.parametrize(("sharing", "filters"), [("none", 2), ("heads", 1)])
+def test_two_dimensional_mixing_is_a_depthwise_convolution_of_the_values_on_the_grid(sharing, filters):
+    mechanism = lotformer.attention.build(
+        "lot", head_dim=4, num_heads=2, rank=3, prefix_tokens=1, local_conv="2d", conv_sharing=sharing
+    )
     q, k, v = tokens(2, 2, 1 + 3 * 5, 4)
     out = mechanism(q, k, v, grid=(3, 5))
-    kernel = mechanism.local.conv.weight.view(2, 4, 3, 3)
+    kernel = mechanism.local.conv.weight.view(filters, 4, 3, 3).expand(2, 4, 3, 3)
     local, mechanism.local = mechanism.local, None
     without = mechanism(q, k, v)
     mechanism.local = local
@@ -87,6 +90,11 @@ def test_two_dimensional_mixing_is_a_depthwise_convolution_of_the_values_on_the_
         index = 1 + 5 * row + column
         torch.testing.assert_close(out[:, :, index] - without[:, :, index], expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out[:, :, 0], without[:, :, 0])
+
+
+def test_sharing_of_filters_is_checked():
+    with pytest.raises(ValueError, match="conv_sharing must be one of 'none', 'heads', got 'channels'"):
+        lotformer.LOTAttention(8, num_heads=2, local_conv="1d", conv_sharing="channels")
 
 
 @pytest.mark.parametrize("kind", ["linear", "query-aware"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 
@@ -180,6 +181,17 @@ def test_positions_of_keys_count_special_tokens_that_are_coupled() -> None:
     assert model(images()).shape == (2, 5)
     none = small("lot_vit_half", attention="flatten", attention_options={"num_tokens": None})
     assert none.blocks[0].attn.mechanism.inner.positions is None
+
+
+@pytest.mark.parametrize("name", ["lot_vit_half", "lot_swin_tiny", "lot_pvt_tiny"])
+def test_the_authors_code_convolves_by_large_filters_that_heads_share(name: str) -> None:
+    model = small(name, attention_options=lotformer.models.AUTHORS_CODE)
+    layers = [part for part in model.modules() if isinstance(part, attention.entry("lot").build)]
+    assert layers
+    assert all(tuple(part.local.conv.weight.shape) == (part.head_dim, 1, 5, 5) for part in layers)
+    assert all(part.iters == 2 for part in layers)
+    assert model(images()).isfinite().all()
+    pickle.loads(pickle.dumps(model))
 
 
 def test_without_a_softmax_prefix_every_token_is_coupled() -> None:

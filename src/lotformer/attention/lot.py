@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.checks import require_count, require_moderate
-from ..nn.depthwise import DepthwiseMixing
+from ..nn.depthwise import ConvSharing, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
 from ..nn.near_keys import NearKeys, WindowKind, window_cost
 from ..nn.pivot_pooling import PivotKind, PivotPooling
@@ -56,6 +56,7 @@ class LOT(Attention):
         _require_one_of("solver", o["solver"], Solver)
         _require_one_of("balance", o["balance"], Balance)
         _require_one_of("pivots", o["pivots"], PivotKind)
+        _require_one_of("conv_sharing", o["conv_sharing"], ConvSharing)
         require_count("iters", o["iters"])
         require_count("prefix_tokens", o["prefix_tokens"], least=0)
         if not 0 <= dropout < 1:
@@ -89,8 +90,9 @@ class LOT(Attention):
             if self.prefix_tokens
             else None
         )
-        conv, width = o["local_conv"], num_heads * head_dim
-        self.local = DepthwiseMixing(width, conv, o["kernel_size"]) if conv is not None else None
+        conv, sharing = o["local_conv"], o["conv_sharing"]
+        filters = head_dim if sharing == "heads" else num_heads * head_dim
+        self.local = DepthwiseMixing(filters, conv, o["kernel_size"], sharing=sharing) if conv is not None else None
         window = o["window"]
         self.near = NearKeys(num_heads, head_dim, window, o["window_size"]) if window is not None else None
         self.reset_parameters()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from ..nn.depthwise import ConvKind
+from ..nn.depthwise import ConvKind, ConvSharing
 from ..nn.key_masses import KeyMassKind
 from ..nn.near_keys import WindowKind
 from ..nn.pivot_pooling import PivotKind
@@ -96,6 +96,10 @@ class LOTOptions(TypedDict, total=False):
         ),
     ]
     kernel_size: Annotated[int, Option(3, "width of that convolution, odd.")]
+    conv_sharing: Annotated[
+        ConvSharing,
+        Option("none", 'its filters: "none" has one per channel of each head, "heads" the same in every head.'),
+    ]
     window: Annotated[
         WindowKind | None,
         Option(

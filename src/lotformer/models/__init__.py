@@ -8,7 +8,7 @@
 all take, beside what the timm class takes:
 
     attention            the mechanism by its name in `lotformer.attention.names()`; "lot" by default
-    attention_options    its own options, over the defaults of `image_attention`
+    attention_options    its own options, over the defaults of `image_attention`; for LOT also `AUTHORS_CODE`
     softmax_prefix       whether special tokens read by softmax while the mechanism mixes the patches; True by default
 
 With `attention="softmax"` they are the original models: timm's DeiT and Swin, and PVT with its reduced keys.
@@ -16,11 +16,12 @@ With `attention="softmax"` they are the original models: timm's DeiT and Swin, a
 
 from . import _timm  # noqa: F401  first
 from .pvt import PyramidVisionTransformer
-from .slot import ImageAttention, image_attention
+from .slot import AUTHORS_CODE, ImageAttention, image_attention
 from .swin import LOTSwinTransformer
 from .vit import LOTVisionTransformer, LOTVisionTransformerDistilled
 
 __all__ = [
+    "AUTHORS_CODE",
     "ImageAttention",
     "LOTSwinTransformer",
     "LOTVisionTransformer",

@@ -129,7 +129,7 @@ class PyramidVisionTransformer(nn.Module):
                     attention_options,
                     special_tokens=int(last),
                     softmax_prefix=softmax_prefix,
-                    grid=lambda grid=grid: grid,
+                    grid=grid,
                 )
             stages.append(
                 PyramidStage(

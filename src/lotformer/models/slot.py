@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from ..attention.masking import zero_padding
 from ..layers import AttentionLayer
 from ..nn.grids import Grid, GridSource
 from ..nn.prefix import PrefixRows
+
+AUTHORS_CODE: Mapping[str, Any] = MappingProxyType(
+    {"rank": 32, "eps": 1.0, "iters": 2, "pivot_init": "small", "kernel_size": 5, "conv_sharing": "heads"}
+)
+"""Options of LOT as in the authors' vision code: five half-steps, and a convolution of 5×5 that heads share.
+
+The paper's text has five sweeps and a convolution of width 3, which are the defaults.
+"""
 
 
 class PrefixedAttention(Attention):
@@ -90,7 +99,7 @@ def image_attention(
     *,
     special_tokens: int = 0,
     softmax_prefix: bool = True,
-    grid: Callable[[], Grid | None] | None = None,
+    grid: Callable[[], Grid | None] | Grid | None = None,
 ) -> type[ImageAttention]:
     """What timm's `attn_layer` takes.
 
@@ -99,7 +108,7 @@ def image_attention(
     its special tokens read by softmax already. FLatten and PolaFormer get their positions of the keys.
 
     Args:
-        grid: tells the `(rows, columns)` of the patches when a layer is built.
+        grid: the `(rows, columns)` of the patches, or a function that is asked when a layer is built.
     """
     prefix_tokens = special_tokens if softmax_prefix and mechanism != "softmax" else 0
     chosen: dict[str, Any] = {}
@@ -117,11 +126,11 @@ def _has_positions(mechanism: str) -> bool:
     return "num_tokens" in inspect.signature(attention.entry(mechanism).build).parameters
 
 
-def _counted(grid: Callable[[], Grid | None], special_tokens: int) -> Callable[[], int | None]:
+def _counted(grid: Callable[[], Grid | None] | Grid, special_tokens: int) -> Callable[[], int | None]:
     """The number of tokens where special ones stand before the grid."""
 
     def count() -> int | None:
-        found = grid()
+        found = grid() if callable(grid) else grid
         return None if found is None else special_tokens + math.prod(found)
 
     return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -13,7 +12,7 @@ from timm.models.vision_transformer import get_init_weights_vit
 from torch import Tensor, nn
 
 from ..nn.undecayed import undecayed_names
-from .slot import Grid, ImageAttention, image_attention
+from .slot import ImageAttention, image_attention
 
 
 class WholeMapBlock(SwinTransformerBlock):
@@ -71,7 +70,7 @@ class LOTSwinTransformer(SwinTransformer):
         }
         stages: list[Any] = list(self.layers)
         for stage in stages[:map_stages]:
-            slot = image_attention(attention, attention_options, grid=partial(_grid_of, stage))
+            slot = image_attention(attention, attention_options, grid=stage.blocks[0].input_resolution)
             for index, block in enumerate(stage.blocks):
                 attn = slot(block.dim, num_heads=block.attn.num_heads, **words)
                 named_apply(get_init_weights_vit(self.weight_init_mode, needs_reset=False), attn)
@@ -79,11 +78,6 @@ class LOTSwinTransformer(SwinTransformer):
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | undecayed_names(self)
-
-
-def _grid_of(stage: Any) -> Grid:
-    rows, columns = stage.blocks[0].input_resolution
-    return rows, columns
 
 
 default_cfgs = generate_default_cfgs(

@@ -16,6 +16,8 @@ from .padding import zero_padding
 from .watched import is_watched
 
 ConvKind = Literal["1d", "2d"]
+ConvSharing = Literal["none", "heads"]
+"""The sharing of filters that leaves a convolution fit for what has a prefix."""
 Sharing = Literal["none", "heads", "channels"]
 
 
