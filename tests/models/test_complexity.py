@@ -40,3 +40,12 @@ def test_lot_is_counted_by_its_products() -> None:
     convolution = 9 * width * tokens
     prefix = 2 * 2 * width * (tokens + 1) + width * (tokens + 1)  # like and opposite signs, then the values
     assert with_lot - without == pytest.approx(projections + products + convolution + prefix, rel=0.01)
+
+
+def test_convolutions_of_other_mechanisms_are_counted() -> None:
+    sizes = {"img_size": 64, "patch_size": 8, "num_classes": 0, "depth": 1, "attention": "flatten"}
+    with_it, without = (
+        complexity(timm.create_model("lot_vit_half", attention_options={"local_conv": on}, **sizes), (64, 64)).macs
+        for on in (True, False)
+    )
+    assert with_it - without == 25 * 96 * 64

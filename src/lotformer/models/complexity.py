@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..attention.lot import LOT
+from ..nn.depthwise import DepthwiseMixing
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Complexity:
 
 
 def complexity(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Complexity:
-    """Count in one pass over a black image. LOT is counted by its definition, whatever kernel would run it.
+    """Count in one pass over a black image. All is counted by its definition, whatever kernel would run it.
 
     Element-wise work is left out, as usual: softmax's exponentials and Sinkhorn's sweeps alike.
     """
@@ -30,7 +32,13 @@ def complexity(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Co
     for module in twin.modules():
         if isinstance(module, LOT):
             module.backend = "reference"  # in torch's own products, which the counter knows
+        if isinstance(module, DepthwiseMixing):
+            module.conv.register_forward_hook(_watch)  # likewise
     # the counter knows products, not the fused softmax of a CPU
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         twin(torch.zeros(1, 3, *image_size))
     return Complexity(sum(p.numel() for p in model.parameters()), counter.get_total_flops() / 2)
+
+
+def _watch(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook for which a convolution is called as PyTorch's own."""
