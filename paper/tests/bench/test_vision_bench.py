@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from lotformer.cli.main import app
+from lotformer_paper.bench import vision_models
 
 
 def test_the_step_of_a_model_is_timed_and_profiled(tmp_path: Path) -> None:
@@ -25,14 +26,18 @@ def test_the_step_of_a_model_is_timed_and_profiled(tmp_path: Path) -> None:
         assert 0 < point["profile"]["attn"] + point["profile"]["mlp"] < 1
 
 
-def test_vision_models_stand_beside_the_papers(tmp_path: Path) -> None:
+def test_all_rows_of_table_1_stand_beside_the_papers(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "vision-models", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    counts = {count["name"]: count for count in json.loads((tmp_path / "result.json").read_text())["counts"]}
-    assert round(counts["lot_deit_tiny_patch16_224"]["parameters"] / 1e6, 1) == 5.8
-    positions = 2 * (3136 * 64 + 784 * 128 + 196 * 320 + 50 * 512)
-    assert round((counts["lot_pvt_tiny"]["parameters"] + positions) / 1e6, 1) == 12.2
-    assert "lot_swin_tiny" in (tmp_path / "table.md").read_text()
+    counts = {(c["backbone"], c["attention"]): c for c in json.loads((tmp_path / "result.json").read_text())["counts"]}
+    assert len(counts) == len(vision_models.TABLE_1) == 25
+    for row in vision_models.TABLE_1:
+        counted = counts[row.backbone, row.attention]
+        agrees = vision_models.agrees(counted["parameters"] / 1e6, row.parameters)
+        agrees &= vision_models.agrees(counted["macs"] / 1e9, row.macs)
+        assert agrees is ((row.backbone, row.attention) not in vision_models.WHY), row
+    table = (tmp_path / "table.md").read_text()
+    assert all(reason in table for found in vision_models.WHY.values() for reason in found)
 
 
 def test_steps_in_the_loop_are_compared_with_bare_ones(tmp_path: Path) -> None:
