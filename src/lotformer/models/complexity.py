@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..attention.lot import LOT
+from ..layers import AttentionLayer
 from ..nn.depthwise import DepthwiseMixing
 
 
@@ -24,7 +25,10 @@ class Complexity:
 
 
 def complexity(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Complexity:
-    """Count in one pass over a black image. All is counted by its definition, whatever kernel would run it.
+    """Count in one pass over a black image.
+
+    All is counted by its definition, whatever kernel would run it, and LOT with queries and keys, which it need not
+    form.
 
     Element-wise work is left out, as usual: softmax's exponentials and Sinkhorn's sweeps alike.
     """
@@ -34,6 +38,8 @@ def complexity(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Co
             module.backend = "reference"  # in torch's own products, which the counter knows
         if isinstance(module, DepthwiseMixing):
             module.conv.register_forward_hook(_watch)  # likewise
+        if isinstance(module, AttentionLayer):
+            module.qkv.register_forward_hook(_watch)  # queries and keys are formed, where LOT could do without
     # the counter knows products, not the fused softmax of a CPU
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         twin(torch.zeros(1, 3, *image_size))
@@ -41,4 +47,4 @@ def complexity(model: nn.Module, image_size: tuple[int, int] = (224, 224)) -> Co
 
 
 def _watch(module: nn.Module, args: Any, output: Any) -> None:
-    """A hook for which a convolution is called as PyTorch's own."""
+    """A hook, for which a module is called as PyTorch's own."""
