@@ -22,7 +22,7 @@ from .longrange import experiment_lra, experiment_pathfinder, experiment_search,
 from .reports import publish
 from .survival import conversion_anatomy, survival_retrieval, survival_speed, survival_translation, survival_vision
 from .translation import experiment_translation, experiment_translation_speed
-from .vision import rank_ablation, sinkhorn_ablation, vision_ladder
+from .vision import rank_ablation, sinkhorn_ablation, vision_ladder, vision_robustness
 
 app = typer.Typer(help="Reproduce the paper's tables.", no_args_is_help=True)
 
@@ -115,6 +115,7 @@ app.command("translation-speed")(experiment_translation_speed)
 app.command("vision-ladder")(vision_ladder)
 app.command("sinkhorn-ablation")(sinkhorn_ablation)
 app.command("rank-ablation")(rank_ablation)
+app.command("robustness")(vision_robustness)
 
 
 def _names(text: str) -> list[str]:

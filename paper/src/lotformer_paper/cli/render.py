@@ -20,12 +20,24 @@ from ..experiments.longrange import table as lra
 from ..experiments.longrange import throughput as lra_throughput
 from ..experiments.translation import speed as translation_speed
 from ..experiments.translation import table as translation
-from ..experiments.vision import ladder, rank, sinkhorn
+from ..experiments.vision import ladder, rank, robustness, sinkhorn
 from ..results.report import Report
 from .reports import publish
 
 _BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
-_EXPERIMENTS = (balance, glue, stsb, lra, lra_search, lra_throughput, pathfinder_check, ladder, rank, sinkhorn)
+_EXPERIMENTS = (
+    balance,
+    glue,
+    stsb,
+    lra,
+    lra_search,
+    lra_throughput,
+    pathfinder_check,
+    ladder,
+    rank,
+    sinkhorn,
+    robustness,
+)
 _TRANSLATION = (translation, translation_speed)
 _SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
 RENDERERS: dict[str, Callable[[Path], Report]] = {

@@ -11,8 +11,10 @@ from rich.console import Console
 from lotformer.cli.settings import with_settings
 from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, say
 from lotformer.data.folder import VARIABLE, data_folder
+from lotformer.files import require_writable
 
-from ..experiments.vision import ablation, ladder, rank, sinkhorn
+from ..experiments.vision import ablation, ladder, rank, robustness, sinkhorn
+from ..results import plain
 from .reports import publish
 
 IMAGES = "imagenette2-128"
@@ -62,6 +64,26 @@ def rank_ablation(
 ) -> None:
     """Table 7: accuracy, and time of a step, by the number of pivots."""
     _ablation(rank, settings, data, out, seeds, rows)
+
+
+@with_settings(robustness.RobustnessSettings)
+def vision_robustness(
+    settings: robustness.RobustnessSettings,
+    ladder_folder: Annotated[
+        Path, typer.Option("--ladder", help="Folder of `lotformer experiment vision-ladder`.")
+    ] = Path("out/vision-ladder"),
+    data: Images = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/robustness"),
+) -> None:
+    """Accuracy when patches are missing, and how evenly each mechanism reads them, of the ladder's models."""
+    console = Console()
+    with one_clear_error(console, "Cannot run the experiment", "train"):
+        folder = _images_folder(data)
+        require_writable(out)
+        with progress_bar(console) as listen:
+            result = robustness.run(ladder_folder, folder, settings, listen, command_line())
+        plain.write(result, out / "result.json")
+        publish(console, robustness.render(out), out)
 
 
 def _ablation(
