@@ -36,11 +36,13 @@ bench: setup
 # The tests of the CPU kernel with a kernel that watches every access and every shift; about ten minutes.
 SANITIZED := build/sanitized
 SANITIZE  := -fsanitize=address,undefined
+# tests run out of memory on purpose, where the sanitizer would abort, and watch for memory that is kept, as its quarantine is
+ASAN_OPTIONS := detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=8
 sanitize: setup
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests setup.py pyproject.toml README.md $(SANITIZED)
 	cd $(SANITIZED) && LOTFORMER_CXXFLAGS="$(SANITIZE) -fno-sanitize=vptr -O1 -g" LOTFORMER_LDFLAGS="$(SANITIZE)" \
 		$(abspath $(BIN))/python setup.py -q build_ext --inplace
-	cd $(SANITIZED) && PYTHONPATH=src ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	cd $(SANITIZED) && PYTHONPATH=src ASAN_OPTIONS=$(ASAN_OPTIONS) UBSAN_OPTIONS=halt_on_error=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_cpu_kernel.py tests/ops/test_cpu_kernel_layouts.py \
 		tests/ops/test_cpu_kernel_in_torch.py tests/ops/test_pivots_of_samples.py \
