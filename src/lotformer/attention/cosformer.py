@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..nn.checks import require_moderate
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
@@ -23,6 +24,7 @@ class CosFormer(CleanAttention):
 
     def __init__(self, head_dim: int, num_heads: int, *, eps: float = 1e-6) -> None:
         super().__init__(head_dim, num_heads)
+        require_moderate("eps", eps, least=0)
         self.eps = eps
 
     def mix(

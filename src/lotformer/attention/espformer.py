@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..nn.checks import require_positive
+from ..nn.checks import require_moderate
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real, shared_mask, zero_padding
@@ -44,8 +44,8 @@ class SlicedPlans(CleanAttention):
         self, head_dim: int, num_heads: int, *, temperature: float | None = None, slice_cost: SliceCost = "squared"
     ) -> None:
         super().__init__(head_dim, num_heads)
-        if temperature is not None and temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}.")
+        if temperature is not None:
+            require_moderate("temperature", temperature, least=0)
         if slice_cost not in get_args(SliceCost):
             raise ValueError(f"slice_cost must be 'squared' or 'distance', got {slice_cost!r}.")
         self.temperature = temperature
@@ -84,7 +84,7 @@ class ESPFormer(SlicedPlans):
         slice_cost: SliceCost = "squared",
     ) -> None:
         super().__init__(head_dim, num_heads, temperature=temperature, slice_cost=slice_cost)
-        require_positive("tau", tau)
+        require_moderate("tau", tau, least=1e-20)
         self.tau = tau
 
     def mix(

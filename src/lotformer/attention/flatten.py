@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from ..nn.checks import require_positive
+from ..nn.checks import require_moderate
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, TokenPositions
 from ..nn.linear import linear_attention
@@ -38,7 +38,7 @@ class FocusedAttention(CleanAttention):
         num_tokens: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        require_positive("focusing_factor", focusing_factor)
+        require_moderate("focusing_factor", focusing_factor)
         self.focusing_factor = focusing_factor
         self.channel_scale = ChannelScale(num_heads, head_dim)
         self.positions = None if num_tokens is None else TokenPositions(num_heads, num_tokens, head_dim)
@@ -69,7 +69,8 @@ class FocusedAttention(CleanAttention):
     def _features(self, x: Tensor) -> Tensor:
         x = self.channel_scale(F.relu(x) + 1e-6)
         size = vector_norm(x, dim=(1, 3), keepdim=True)
-        focused = (x / size) ** self.focusing_factor  # of unit length first: powers of large inputs overflow
+        # the largest is 1 first: no power overflows, nor do all of them vanish
+        focused = (x / x.detach().amax((1, 3), keepdim=True)) ** self.focusing_factor
         return focused * (size / vector_norm(focused, dim=(1, 3), keepdim=True))
 
 

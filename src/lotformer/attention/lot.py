@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.checks import require_count, require_moderate
+from ..nn.checks import require_count, require_moderate, require_probability
 from ..nn.depthwise import ConvSharing, DepthwiseMixing
 from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
 from ..nn.near_keys import NearKeys, WindowKind, window_cost
@@ -59,8 +59,7 @@ class LOT(Attention):
         _require_one_of("conv_sharing", o["conv_sharing"], ConvSharing)
         require_count("iters", o["iters"])
         require_count("prefix_tokens", o["prefix_tokens"], least=0)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout}.")
+        require_probability("dropout", dropout)
         if o["polarize_prefix"] and not o["prefix_tokens"]:
             raise ValueError("polarize_prefix needs prefix_tokens: there is no prefix row to polarise.")
         self.pivots = PivotMeasure(

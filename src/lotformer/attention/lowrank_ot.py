@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..nn.checks import require_count
+from ..nn.checks import require_count, require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
@@ -56,8 +56,8 @@ class LowRankOT(Attention):
         super().__init__(head_dim, num_heads)
         for name, value in (("rank", rank), ("outer_steps", outer_steps), ("inner_steps", inner_steps)):
             require_count(name, value)
-        if eps < 0 or not step > 0:
-            raise ValueError(f"expected eps of at least 0 and step above 0, got {eps} and {step}.")
+        require_moderate("eps", eps, least=0)
+        require_moderate("step", step, most=100)  # e¹⁰⁰⁰ is no mass in fp32
         self.rank = rank
         self.eps = eps
         self.outer_steps = outer_steps
@@ -109,7 +109,8 @@ class LowRankOT(Attention):
         cost_r, cost_q = -queries @ (keys.mT @ plan_r), -keys @ (queries.mT @ plan_q)
         slopes = cost_r / g, cost_q / g, -(plan_q * cost_r).sum(-2, keepdim=True) / g.square()
         steepest = torch.stack([slope.detach().abs().amax((-2, -1)) for slope in slopes]).amax(0)
-        gamma = self.step / steepest.clamp_min(1e-6)[..., None, None]
+        # at most 1 / ε, which leads to the minimum of the linearised cost: beyond it every step overshoots
+        gamma = self.step / steepest.clamp_min(max(1e-6, self.step * self.eps))[..., None, None]
         kernel_q, kernel_r, kernel_g = (
             (1 - gamma * self.eps) * log - gamma * slope
             for log, slope in zip((log_q, log_r, log_g), slopes, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_moderate
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
@@ -21,6 +22,7 @@ class MobiAttention(CleanAttention):
 
     def __init__(self, head_dim: int, num_heads: int, *, eps: float = 1e-6) -> None:
         super().__init__(head_dim, num_heads)
+        require_moderate("eps", eps, least=0)
         self.eps = eps
 
     def why_equal_lengths(self) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..nn.checks import require_positive
+from ..nn.checks import require_moderate
 from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, HeadwiseLinear, TokenPositions
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real, zero_padding
+
+_LARGEST_POWER = 16  # of inputs of tens, in fp32
 
 
 class PolaFormer(CleanAttention):
@@ -42,7 +44,7 @@ class PolaFormer(CleanAttention):
         num_tokens: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__(head_dim, num_heads)
-        require_positive("alpha", alpha)
+        require_moderate("alpha", alpha, most=_LARGEST_POWER)
         self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
         self.channel_scale = ChannelScale(num_heads, head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import require_equal_lengths, shared_mask, zero_padding
@@ -27,8 +28,7 @@ class QuantumDS(Attention):
 
     def __init__(self, head_dim: int, num_heads: int, *, ridge: float = 1.0) -> None:
         super().__init__(head_dim, num_heads)
-        if ridge < 0:
-            raise ValueError(f"ridge must be at least 0, got {ridge}.")
+        require_moderate("ridge", ridge, least=0)
         self.ridge = ridge
 
     def attend(

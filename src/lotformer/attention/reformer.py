@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn.checks import require_count
+from ..nn.checks import require_count, require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .masking import require_equal_lengths, shared_mask, zero_padding
@@ -62,6 +62,7 @@ class Reformer(Attention):
         for name, value in (("num_buckets", num_buckets or 1), ("max_buckets", max_buckets)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}.")
+        require_moderate("scale", scale, signed=True)
         self.scale = scale
         self.across_buckets = across_buckets
         self.num_hashes = num_hashes

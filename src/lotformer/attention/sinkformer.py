@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..nn.checks import require_count, require_positive
+from ..nn.checks import require_count, require_moderate
 from .base import Cost, Entry
 from .clean import CleanAttention
 from .masking import count_real
@@ -30,7 +30,9 @@ class Sinkformer(CleanAttention):
     ) -> None:
         super().__init__(head_dim, num_heads)
         require_count("half_steps", half_steps)
-        require_positive("eps", eps)
+        require_moderate("eps", eps)
+        if scale is not None:
+            require_moderate("scale", scale, signed=True)
         self.half_steps = half_steps
         self.eps = eps
         self.scale = head_dim**-0.5 if scale is None else scale

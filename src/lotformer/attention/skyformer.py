@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..nn.checks import require_moderate
 from ..nn.inverse import iterative_pseudo_inverse
 from .base import Cost, Entry
 from .clean import CleanAttention
@@ -28,8 +29,7 @@ class Skyformer(CleanAttention):
         super().__init__(head_dim, num_heads)
         if features < 2 or features % 2:
             raise ValueError(f"features must be even and at least 2 (queries and keys by halves), got {features}.")
-        if ridge < 0:
-            raise ValueError(f"ridge must be at least 0, got {ridge}.")
+        require_moderate("ridge", ridge, least=0)
         self.ridge = ridge
         self.inverse_iters = inverse_iters
         self.register_buffer("positions", torch.empty(2, features // 2))

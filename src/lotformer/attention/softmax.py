@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..nn.checks import require_moderate, require_probability
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .masking import zero_padding
@@ -14,6 +15,9 @@ class SoftmaxAttention(Attention):
 
     def __init__(self, head_dim: int, num_heads: int, *, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__(head_dim, num_heads)
+        if scale is not None:
+            require_moderate("scale", scale, signed=True)
+        require_probability("dropout", dropout)
         self.scale = scale
         self.dropout = dropout
 

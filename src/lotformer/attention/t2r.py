@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn.checks import require_count, require_positive
+from ..nn.checks import require_count, require_moderate
 from ..nn.feature_maps import HeadwiseLinear
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
@@ -34,7 +34,9 @@ class T2R(CleanAttention):
         super().__init__(head_dim, num_heads)
         features = head_dim if features is None else features
         require_count("features", features)
-        require_positive("floor", floor)
+        require_moderate("floor", floor, least=1e-20)
+        if scale is not None:
+            require_moderate("scale", scale, signed=True)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.floor = floor
         self.query_map = HeadwiseLinear(num_heads, head_dim, features)

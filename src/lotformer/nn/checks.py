@@ -26,9 +26,18 @@ def require_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
         raise ValueError(f"{name} must be {'at least' if or_zero else 'above'} 0, got {value!r}.")
 
 
-def require_moderate(name: str, value: Any, *, signed: bool = False) -> None:
-    """Refuse factors that fp32 scores do not survive, and what is no number at all."""
-    require_positive(name, abs(value) if signed and isinstance(value, Real) and not isinstance(value, bool) else value)
-    if not LEAST_FACTOR <= abs(value) <= LARGEST_FACTOR:
+def require_moderate(
+    name: str, value: Any, *, signed: bool = False, least: float = LEAST_FACTOR, most: float = LARGEST_FACTOR
+) -> None:
+    """Refuse numbers that a forward in fp32 does not survive, and what is no number at all."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    require_positive(name, abs(value) if signed and number else value, or_zero=least == 0)
+    if not least <= abs(value) <= most:
         size = "of a size " if signed else ""
-        raise ValueError(f"{name} must be {size}between {LEAST_FACTOR:g} and {LARGEST_FACTOR:g}, got {value!r}.")
+        raise ValueError(f"{name} must be {size}between {least:g} and {most:g}, got {value!r}.")
+
+
+def require_probability(name: str, value: Any) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
