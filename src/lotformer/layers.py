@@ -170,7 +170,7 @@ class AttentionLayer(nn.Module):
         """The mixed values `(B, H, N, D)`; LOT reads queries and keys off the input where that is cheaper."""
         mechanism = self.mechanism
         if isinstance(mechanism, FoldedLOT):
-            if self._is_plain(x, mechanism):
+            if self._is_plain(x, mechanism) and why_too_coarse(x.dtype) is None:
                 return mechanism.attend_input(x, Linear(self.qkv.weight, self.qkv.bias), real, real, grid=grid)
             tokens = split_tokens(x, self.head_dim)
             return mechanism(tokens, tokens, self._heads(self.qkv(x)), real, real, grid=grid)

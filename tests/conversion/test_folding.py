@@ -72,6 +72,31 @@ def test_every_option_of_fixed_pivots_folds(kind, options, tmp_path):
         assert size(again) == size(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["bert", "torch-encoder", "layer"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_masses": "linear"},
+        {"key_masses": "query-aware"},
+        {"prefix_tokens": 1},
+        {"prefix_tokens": 1, "polarize_prefix": True},
+    ],
+    ids=["linear masses", "query-aware masses", "prefix", "polarised prefix"],
+)
+def test_what_is_folded_runs_in_half_precision(dtype, kind, options):
+    if kind == "layer":
+        model, batch = lotformer.LOTAttention(24, 3, rank=5, **options).eval(), torch.randn(2, 30, 24)
+    else:
+        model, batch = SMALL[kind].build(), SMALL[kind].batch()
+        lotformer.convert(model, **{**PLAIN, **options})
+    expected = output(model, batch)
+    lotformer.fold(model)
+    model.to(dtype)
+    half = batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
+    assert (output(model, half).float() - expected).norm() <= 0.02 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", ["timm-vit", "torch-encoder"])
 def test_a_file_keeps_the_form(kind, tmp_path):
     model, batch = SMALL[kind].build(), SMALL[kind].batch()

@@ -66,7 +66,7 @@ class FoldedLOT(LOT):
         *,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        dtype = self.scores.weight.dtype
+        dtype = self._precision
         with no_autocast(q.device.type):  # a score that was rounded is a wrong plan
             x = zero_padding_to_learn(_tokens(q).to(dtype), either_mask(key_mask, query_mask))
             out = self._attend_reads(x, self._stored(), v.to(dtype), key_mask, query_mask, grid)
@@ -98,6 +98,7 @@ class FoldedLOT(LOT):
     ) -> Coupling:
         """The plans among the tokens after the prefix; `q` and `k` are the tokens, as in `forward`."""
         self._check(q, k, k, key_mask, query_mask)
+        q = q.to(self._precision)
         read = self._read(_tokens(q), self._stored(), key_mask, query_mask)
         rank = self.pivots.rank
         return coupling(
@@ -113,12 +114,21 @@ class FoldedLOT(LOT):
             backend=self.backend,
         )
 
+    @property
+    def _precision(self) -> torch.dtype:
+        """What it computes in: at least fp32, also where its weights were rounded to less after folding."""
+        return torch.promote_types(self.scores.weight.dtype, torch.float32)
+
     def _stored(self) -> Reads:
         sides: tuple[Side | None, Side | None] = (None, None)
         if self.query_key is not None:
-            sides = Projections.of(self.query_key.weight, self.query_key.bias, self.num_heads, self.head_dim).sides()
-        masses = None if self.masses is None else self.masses.weight
-        return Reads((Linear(self.scores.weight, self.scores.bias),), masses, *sides, self._forms_keys)
+            sides = Projections.of(*self._map(self.query_key), self.num_heads, self.head_dim).sides()
+        masses = None if self.masses is None else self._map(self.masses).weight
+        return Reads((self._map(self.scores),), masses, *sides, self._forms_keys)
+
+    def _map(self, stored: nn.Linear) -> Linear:
+        dtype = self._precision
+        return Linear(stored.weight.to(dtype), None if stored.bias is None else stored.bias.to(dtype))
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
         width = self.scores.in_features
