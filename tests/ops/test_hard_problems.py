@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lotformer.ops import coupling, lot_attention
+from lotformer.ops import coupling, lot_attention, newton
 from support.cpu_kernel import assert_agrees, needs_kernel, run
 from support.hard_problems import FAMILIES, Batch, hard_problems, long_problems, make_batch
 
@@ -118,9 +118,22 @@ def test_a_solve_that_stalls_in_fp32_is_done_again() -> None:
     assert reached.max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("problems", "balance"),
+    [
+        (make_batch("gaussian", 80, 40, 1e4, skew=10.0), "both"),
+        (make_batch("unrelated", 120, 40, 3000.0), "keys"),
+    ],
+    ids=["masses over many orders of magnitude", "massless pivots"],
+)
+def test_a_long_path_is_walked_to_its_end(problems: Batch, balance: str) -> None:
+    assert coupling(**problems.arguments(FP64), balance=balance).residual().max() <= 1e-6
+
+
 @needs_kernel
 @pytest.mark.filterwarnings("ignore:LOT attention reached")
-def test_what_is_done_again_in_vain_is_no_worse() -> None:
+def test_what_is_done_again_in_vain_is_no_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton, "MAX_PASSES", 100)
     x = make_batch("gaussian", 80, 40, 1e4, skew=10.0).arguments(FP32)
     _, residual = lot_attention(v=x["q"][..., :1], return_residual=True, backend="cpu", **x)
     assert residual.max() <= 1.0
