@@ -16,6 +16,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from lotformer.cli import convert
 from lotformer.cli.main import app
 from lotformer.conversion.hosts.sites import converted
 from support.forked import start
@@ -55,6 +56,25 @@ def vision(tmp_path) -> Path:
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     transformers.ViTImageProcessor(size={"height": 20, "width": 20}).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]], ids=["plain", "force"])
+def test_what_appears_in_out_meanwhile_stays(force, checkpoint, tmp_path, monkeypatch):
+    """Calibration takes minutes, in which somebody else may use the name."""
+    out, work = tmp_path / "out", convert._convert
+
+    def while_others_write(*arguments):
+        made = work(*arguments)
+        out.mkdir()
+        (out / "thesis.tex").write_text("precious")
+        return made
+
+    monkeypatch.setattr(convert, "_convert", while_others_write)
+    code, said = run(checkpoint, "--out", out, "--rank", 4, "--steps", 0, *force)
+    assert code == 1
+    assert "--out" in said
+    assert contents(out) == {"thesis.tex": b"precious"}
+    assert not list(tmp_path.glob(".out.*"))
 
 
 class TestWhatForceReplaces:

@@ -98,6 +98,7 @@ def convert(
             subject.fill(draft)
             if table is not None:
                 write_text(table.markdown() + "\n", draft / _PAGE)
+            _require_replaceable(out, _read_from(source, settings), force)  # calibration took its time
         progress.unlink(missing_ok=True)
     say(console, f"Saved to {out}; load it with {subject.how_to_load}.")
 
