@@ -74,7 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
 @needs_kernel
 @given(cases())
 def test_it_agrees_with_the_definition(case: Case) -> None:
-    assert cpu.can_join(*case.inputs)
+    assert cpu.joining.why_unsupported(*case.inputs) is None
     assert_native_agrees(case.joined, case.inputs)
 
 
@@ -211,8 +211,8 @@ def test_a_counter_of_products_sees_the_convolution() -> None:
 def test_wrong_shapes_are_refused() -> None:
     case = Case()
     with pytest.raises(RuntimeError, match="do not make"):
-        cpu.join(case.out, case.rows, case.v, case.module.conv.weight, None, None, (5, 8))
+        cpu.joining.run(case.out, case.rows, case.v, case.module.conv.weight, None, None, (5, 8))
     with pytest.raises(RuntimeError, match="coupled"):
-        cpu.join(case.out[:, :, 1:], case.rows, case.v, case.module.conv.weight, None, None, (5, 7))
+        cpu.joining.run(case.out[:, :, 1:], case.rows, case.v, case.module.conv.weight, None, None, (5, 7))
     with pytest.raises(RuntimeError, match="filters"):
-        cpu.join(case.out, case.rows, case.v, case.module.conv.weight[:7], None, None, (5, 7))
+        cpu.joining.run(case.out, case.rows, case.v, case.module.conv.weight[:7], None, None, (5, 7))

@@ -40,13 +40,13 @@ def near_keys(kind: Any, size: int, grid: tuple[int, int]) -> Given:
     near, length = NearKeys(3, 16, kind, size), grid[0] * grid[1]
     mask = torch.rand(2, length + 1) < 0.8
     x = tokens(length, length + 1, length + 1)
-    assert cpu.can_read_near_keys(*x)
+    assert cpu.near.why_unsupported(*x) is None
     return lambda q, k, v: near(q, k, v, mask, grid, mask[:, 1:]), x
 
 
 def pooling() -> Given:
     x = tokens(2, 37, 37)
-    assert cpu.can_pool(*x)
+    assert cpu.pooling.why_unsupported(*x) is None
     return PrefixRows(polarize=True), x
 
 
@@ -54,14 +54,14 @@ def key_masses(kind: Any) -> Given:
     q, k = tokens(21, 37)
     module = KeyMasses(3, 16, kind)
     assert module.direction is not None
-    assert cpu.can_weigh_keys(q, k, module.direction.bias)
+    assert cpu.masses.why_unsupported(q, k, module.direction.bias, None) is None
     return lambda q, k: module(q, k) + 0 * q.sum(), [q, k]
 
 
 def joining(kind: Any) -> Given:
     mixing, grid = DepthwiseMixing(48, kind), (5, 7) if kind == "2d" else None
     x = tokens(2, 35, 37)
-    assert cpu.can_join(*x)
+    assert cpu.joining.why_unsupported(*x, mixing.conv.weight) is None
     return lambda rows, out, v: mixing.joined(rows, out, v, grid=grid), x
 
 

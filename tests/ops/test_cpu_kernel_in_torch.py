@@ -147,7 +147,7 @@ def test_the_kernel_never_reads_scratch_it_has_not_written() -> None:
 
 
 def test_without_the_extension_the_reference_runs_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lotformer.ops.cpu.op.load_error", "no such file")
+    monkeypatch.setattr("lotformer.ops.cpu.operators.load_error", "no such file")
     monkeypatch.setattr(backends, "_missed", set())
     x = inputs()
     with pytest.warns(UserWarning, match="not built .*no such file"):

@@ -54,7 +54,7 @@ def wrong_backends(monkeypatch):
         backends.Backend(run.__name__, run, lambda: None, lambda transport, solve: None)
         for run in (wrong, wrong_gradient)
     )
-    monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, *made))
+    monkeypatch.setattr(backends.TRANSPORT, "backends", (*made, *backends.TRANSPORT.backends))
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -70,7 +70,7 @@ def test_runtime_writes_every_point_and_a_figure(tmp_path, backward):
     panels = {p["label"]: p["panel"] for p in result["points"]}
     assert panels["softmax"] == "quadratic"
     assert panels["local"] == panels["lot r=4"] == "linear"
-    assert result["lot_backend"] in [backend.name for backend in backends.BACKENDS]
+    assert result["lot_backend"] in backends.names()
     measured = {(p["label"], p["n"]) for p in result["points"] if p["milliseconds"] > 0 and p["repeats"] >= 3}
     labels = {"softmax", "local", "lot r=4", "lot r=8"}
     assert measured == {(label, n) for label in labels for n in (16, 32, 64)}
@@ -155,7 +155,7 @@ def test_a_kernel_wrong_in_its_gradient_passes_for_the_forward_only(wrong_backen
 
 
 def test_every_backend_that_runs_here_agrees():
-    for backend in backends.BACKENDS:
+    for backend in backends.TRANSPORT.backends:
         if not backend.why_unavailable():
             check_backend(backend.name, rank=8, head_dim=16, heads=2, n=65, eps=0.5, iters=3, backward=True)
 

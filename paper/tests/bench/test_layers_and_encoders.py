@@ -62,7 +62,7 @@ def test_a_form_that_disagrees_with_the_reference_is_not_timed(form, monkeypatch
         return result._replace(out=result.out * (1.001 if off else 1.0))
 
     made = backends.Backend("wrong", wrong, lambda: None, lambda transport, solve: None)
-    monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, made))
+    monkeypatch.setattr(backends.TRANSPORT, "backends", (made, *backends.TRANSPORT.backends))
     options = {"rank": 4, "head_dim": 8, "heads": 2, "n": 33, "eps": 1.0, "iters": 2, "backward": False}
     assert check_backend("wrong", **options) == "wrong"
     with pytest.raises(KernelDisagrees, match="relative error"):

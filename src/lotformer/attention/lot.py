@@ -22,7 +22,7 @@ from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.attention import drop_keys
-from ..ops.backends import BACKENDS
+from ..ops.backends import names
 from ..ops.precision import no_autocast
 from ..ops.problem import Balance, Solver
 from .base import Attention, Cost, Entry
@@ -138,7 +138,7 @@ class LOT(Attention):
             query_mask=body_query_mask,
             key_mask=body_key_mask,
             query_masses=_left_over(share, body_query_mask),
-            key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask),
+            key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask, backend=self.backend),
             backend=self.backend,
         )
         if near is not None and share is not None:
@@ -359,7 +359,7 @@ class LOT(Attention):
             query_mask=query_mask,
             key_mask=key_mask,
             query_masses=_left_over(share, query_mask),
-            key_masses=self.key_masses(q, k, key_mask, query_mask),
+            key_masses=self.key_masses(q, k, key_mask, query_mask, backend=self.backend),
             backend=self.backend,
         )
 
@@ -392,8 +392,10 @@ class LOT(Attention):
         """What the tokens after the prefix read by softmax, and the share of their rows that it is."""
         if self.near is None or q.shape[2] == self.prefix_tokens:
             return None, None
-        near, share = self.near(self._body(q), k, v, key_mask, grid, self._body_mask(query_mask))
-        return near, share
+        near: tuple[Tensor | None, Tensor] = self.near(
+            self._body(q), k, v, key_mask, grid, self._body_mask(query_mask), backend=self.backend
+        )
+        return near
 
     def _require_self_attention(self, q: Tensor, k: Tensor) -> None:
         parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.near}
@@ -452,7 +454,7 @@ def _require_tolerance(tol: Any) -> None:
 
 
 def _require_backend(name: Any) -> None:
-    known = [backend.name for backend in BACKENDS]
+    known = names()
     if name is not None and name not in known:
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {name!r}.")
 

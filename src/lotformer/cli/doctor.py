@@ -15,7 +15,7 @@ from .. import __version__
 from ..extras import PACKAGES, command
 from ..machine import cpu_model
 from ..ops import cpu
-from ..ops.backends import BACKENDS
+from ..ops.backends import OPERATORS, names
 
 
 def doctor() -> None:
@@ -44,8 +44,19 @@ def doctor() -> None:
         devices.add_row("cuda", Text("none found", "dim"))
     console.print(devices)
 
-    backends = Table("backend", "usable", "why not", title="Backends of the operator, best first")
-    for backend in BACKENDS:
-        reason = backend.why_unavailable()
-        backends.add_row(backend.name, Text("no", "red") if reason else Text("yes", "green"), Text(reason or ""))
-    console.print(backends)
+    columns = names()
+    table = Table("operator", *columns, title="Backends, best first")
+    reasons: dict[str, None] = {}
+    for operator in OPERATORS:
+        had = {backend.name: backend for backend in operator.backends}
+        cells = [Text("–", "dim")] * len(columns)
+        for place, name in enumerate(columns):
+            if name in had:
+                reason = had[name].why_unavailable()
+                cells[place] = Text("no", "red") if reason else Text("yes", "green")
+                if reason:
+                    reasons[f"{name}: {reason}"] = None
+        table.add_row(operator.name, *cells)
+    console.print(table)
+    for reason in reasons:
+        console.print(Text(reason))

@@ -6,13 +6,11 @@ import math
 import operator
 from typing import Literal, get_args
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import cpu
+from .. import ops
 from .checks import require_count
-from .padding import zero_padding
 from .watched import is_watched
 
 ConvKind = Literal["1d", "2d"]
@@ -50,24 +48,12 @@ class DepthwiseMixing(nn.Module):
 
     def forward(self, v: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         self._require_filters(v)
-        if v.shape[2] and self._runs_natively(v):
-            return cpu.join(None, None, v, self.conv.weight, None, None, self._grid(v.shape[2], grid))
-        return self._convolved(v, grid)
-
-    def _convolved(self, v: Tensor, grid: tuple[int, int] | None) -> Tensor:
-        """The definition, in PyTorch's operators."""
-        batch, heads, length, dim = v.shape
-        filters = self.conv.in_channels
-        weight = self.conv.weight
         if self.sharing == "channels":  # heads are the channels already and head channels a second axis: no transpose
+            weight = self.conv.weight
             pad = weight.shape[2] // 2
-            return F.conv2d(v.to(weight.dtype), weight[..., None], padding=(pad, 0), groups=heads).to(v.dtype)
-        # -1 for the images would make the exporter guess at divisibility by the length
-        images = batch * heads * dim // filters
-        channels_first = v.transpose(2, 3).reshape(images, filters, length).to(weight.dtype)
-        if self.kind == "2d":
-            channels_first = channels_first.unflatten(2, self._grid(length, grid))
-        return self.conv(channels_first).to(v.dtype).reshape(batch, heads, dim, length).transpose(2, 3)
+            return F.conv2d(v.to(weight.dtype), weight[..., None], padding=(pad, 0), groups=v.shape[1]).to(v.dtype)
+        grid = self._grid(v.shape[2], grid)
+        return ops.join(None, None, v, self.conv.weight, None, None, grid, self._as_module())
 
     def joined(
         self,
@@ -83,24 +69,19 @@ class DepthwiseMixing(nn.Module):
         """`out (B, H, N, D)` with the convolution of its values added, behind the rows `(B, H, P, D)` of a prefix.
 
         The values and masks are those of all `P + N` tokens; padded values may hold anything, and padding receives
-        nothing. A backend other than "cpu" rules its kernel out.
+        nothing.
         """
-        prefix = 0 if rows is None else rows.shape[2]
         self._require_filters(v)
-        if backend in (None, "cpu") and out.shape[2] and self._runs_natively(rows, out, v):
-            grid = self._grid(v.shape[2] - prefix, grid)
-            return cpu.join(out, rows, v, self.conv.weight, query_mask, key_mask, grid)
-        if out.shape[2]:  # PyTorch refuses to convolve nothing
-            mixed = self._convolved(zero_padding(v, key_mask)[:, :, prefix:], grid)
-            out = out + zero_padding(mixed, None if query_mask is None else query_mask[:, prefix:])
-        if rows is None:
-            return out
-        return torch.cat([zero_padding(rows, None if query_mask is None else query_mask[:, :prefix]), out], 2)
+        if self.sharing == "channels":
+            raise ValueError("filters shared by the channels of a head mix values alone: rows are not joined to them.")
+        grid = self._grid(out.shape[2], grid) if out.shape[2] else (0, 0)
+        convolution = self._as_module()
+        return ops.join(out, rows, v, self.conv.weight, query_mask, key_mask, grid, convolution, backend=backend)
 
-    def _runs_natively(self, *tensors: Tensor | None) -> bool:
-        if self.sharing == "channels" or type(self.conv) not in (nn.Conv1d, nn.Conv2d) or is_watched(self.conv):
-            return False
-        return cpu.can_join(self.conv.weight, *tensors)
+    def _as_module(self) -> nn.Module | None:
+        """The convolution where it has to be called: somebody looks at it, or has put something else in its place."""
+        plain = type(self.conv) in (nn.Conv1d, nn.Conv2d) and not is_watched(self.conv)
+        return None if plain else self.conv
 
     def _grid(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int]:
         return square_grid(length, grid) if self.kind == "2d" else (1, length)

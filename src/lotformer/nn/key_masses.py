@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from ..ops import cpu
-from ..ops.precision import no_autocast
+from .. import ops
+from ..ops.plain.masses import mass_directions, masses_of, mean_of_real
 from .undecayed import Undecayed
+
+__all__ = ["KeyMassKind", "KeyMasses", "masses_of", "mean_of_real"]
 
 KeyMassKind = Literal["uniform", "linear", "query-aware"]
 
@@ -38,54 +39,27 @@ class KeyMasses(nn.Module):
             nn.init.ones_(self.query_weight.bias)
 
     def forward(
-        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        *,
+        backend: str | None = None,
     ) -> Tensor | None:
         """Masses `(B, H, M)` for queries `(B, H, N, D)` and keys `(B, H, M, D)`, sum 1 over real keys."""
         if self.direction is None:
             return None
-        if cpu.can_weigh_keys(q, k, self.direction.bias):
-            return self._native(q, k, key_mask, query_mask)
-        with no_autocast(k.device.type):
-            mean_query = None if self.query_weight is None else mean_of_real(q, query_mask)
-            direction = self.directions(k, mean_query)
-            k = k.to(direction.dtype)
-            if key_mask is not None and torch.is_grad_enabled():  # for the gradient of the direction: 0 · NaN is NaN
-                k = k.masked_fill(~key_mask[:, None, :, None], 0.0)
-            return masses_of((k @ direction[..., None])[..., 0], key_mask)
-
-    def _native(self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> Tensor:
-        """The same in one pass over queries and keys."""
-        assert self.direction is not None
-        if self.query_weight is None:
-            return cpu.key_masses(None, k, self.direction(k), None, None, key_mask)
-        return cpu.key_masses(q, k, self.direction(k), self.query_weight(k), query_mask, key_mask)
+        weight = None if self.query_weight is None else self.query_weight(k)
+        return ops.key_masses(
+            None if weight is None else q, k, self.direction(k), weight, query_mask, key_mask, backend=backend
+        )
 
     def directions(self, like: Tensor, mean_query: Tensor | None) -> Tensor:
         """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
         assert self.direction is not None
-        direction = self.direction(like)[None]
-        if self.query_weight is None:
-            return direction
-        assert mean_query is not None
-        weight = self.query_weight(like)[:, None] * direction.shape[-1] ** -0.5
-        return direction + weight * mean_query.to(direction.dtype)
+        weight = None if self.query_weight is None else self.query_weight(like)
+        return mass_directions(self.direction(like), weight, mean_query)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
-
-
-def masses_of(logits: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Masses `(B, H, M)` from their logits, sum 1 over real keys."""
-    if key_mask is not None:
-        # a large negative number, not -inf: a sample of padding alone must stay finite
-        logits = logits.masked_fill(~key_mask[:, None, :], torch.finfo(logits.dtype).min)
-    return logits.softmax(-1)
-
-
-def mean_of_real(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over real tokens of `x (B, H, N, D)`, in at least fp32: `(B, H, D)`; 0 where there are none."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if mask is None:
-        return x.mean(-2)
-    real = mask[:, None, :, None]
-    return x.masked_fill(~real, 0.0).sum(-2) / real.sum(-2).clamp_min(1)

@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import cpu
+from .. import ops
+from ..ops.plain.window import CHUNK, Reach
 from ..ops.precision import no_autocast
 from .checks import require_count
 from .depthwise import square_grid
 from .key_masses import mean_of_real
-from .padding import zero_padding
 from .undecayed import Undecayed
 
 WindowKind = Literal["1d", "2d"]
-
-_CHUNK = 16  # tokens along a sequence that share their candidates: small wastes no products, large no calls
 
 
 class NearKeys(nn.Module):
@@ -69,6 +67,8 @@ class NearKeys(nn.Module):
         key_mask: Tensor | None = None,
         grid: tuple[int, int] | None = None,
         query_mask: Tensor | None = None,
+        *,
+        backend: str | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """What is read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
 
@@ -81,14 +81,9 @@ class NearKeys(nn.Module):
         with no_autocast(q.device.type):
             length, prefix = q.shape[2], k.shape[2] - q.shape[2]
             direction, offset = self._rest(k[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:])
-            some_v = k if v is None else v
-            if cpu.can_read_near_keys(q, k, some_v):
-                reach = self._reach(length, grid)
-                out, share = cpu.read_near_keys(q, k, some_v, direction, offset, query_mask, key_mask, reach)
-                near = None if v is None else out
-            else:
-                near, share = self._read(q, k, v, direction, offset, key_mask, grid, query_mask)
-            return near, _beside(share, self._far(length, grid, key_mask, share))
+            reach = self._reach(length, grid)
+            near, share = ops.window(q, k, v, direction, offset, query_mask, key_mask, reach, backend=backend)
+            return near, _beside(share, _far(length, reach, key_mask, share))
 
     def sees_all(self, length: int, grid: tuple[int, int] | None = None) -> bool:
         """Whether the window of every token of so many holds all of them."""
@@ -105,104 +100,33 @@ class NearKeys(nn.Module):
         offset = self.offset(k) + count.clamp_min(1).to(direction.dtype).log()[:, None]
         return direction, offset.expand(k.shape[0], -1)
 
-    def _far(self, length: int, grid: tuple[int, int] | None, key_mask: Tensor | None, like: Tensor) -> Tensor:
-        """The part of all real keys after the prefix that is outside the window of each token, `(B or 1, 1, N)`.
-
-        1 for a token without a real key.
-        """
-        rows, columns = square_grid(length, grid) if self.kind == "2d" else (1, length)
-        around = self.size // 2
-        above = around if self.kind == "2d" else 0
-        if key_mask is None:
-            inside = _within(rows, above, like)[:, None] * _within(columns, around, like)
-            return ((length - inside.flatten()) / max(length, 1))[None, None]
-        size = (2 * above + 1, 2 * around + 1)
-        body = key_mask[:, key_mask.shape[1] - length :]
-        real = body.to(like.dtype).unflatten(1, (1, rows, columns))
-        inside = F.avg_pool2d(real, size, stride=1, padding=(above, around)) * (size[0] * size[1])
-        count = real.sum((2, 3))
-        outside = (count - inside.round().flatten(2)[:, 0]) / count.clamp_min(1)
-        return outside.where(key_mask.any(-1, keepdim=True), 1.0)[:, None]
-
-    def _reach(self, length: int, grid: tuple[int, int] | None) -> cpu.Reach:
-        """The window for the kernel."""
+    def _reach(self, length: int, grid: tuple[int, int] | None) -> Reach:
         around = self.size // 2
         if self.kind == "1d":
-            return cpu.Reach(max(length, 1), 0, around)
-        return cpu.Reach(square_grid(length, grid)[1], around, around)
-
-    def _read(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        direction: Tensor,
-        offset: Tensor,
-        key_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-        query_mask: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """The definition in PyTorch: products with all candidates of a row, of which those in the window are picked."""
-        dtype = direction.dtype
-        q, k, v = (
-            zero_padding(q, query_mask).to(dtype),
-            zero_padding(k, key_mask).to(dtype),
-            v if v is None else zero_padding(v, key_mask),
-        )
-        batch, heads, length, dim = q.shape
-        prefix = k.shape[2] - length
-        real = k.new_ones(1, k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
-        rows, columns, reach = self._layout(length, grid)
-        padding = rows * columns - length  # of the last row of a sequence; a grid is full
-        q_rows = F.pad(q, (0, 0, 0, padding)).view(batch, heads, rows, columns, dim) * dim**-0.5
-        near = _neighbours(k[:, :, prefix:], rows, columns, reach)
-        allowed = _neighbours(real[:, None, prefix:, None], rows, columns, reach)[..., 0][..., None, :]
-        index, inside = self._window(columns, reach, q.device)
-        scores = _picked(q_rows @ near.mT, index)
-        inside = inside & _picked(allowed.expand(-1, -1, -1, columns, -1), index)
-        # a large negative number, not -inf: a query without a real key must stay finite
-        lowest = torch.finfo(dtype).min
-        scores = scores.masked_fill(~inside, lowest)
-        if prefix:
-            special = q_rows.flatten(2, 3) @ k[:, :, :prefix].mT
-            special = special.masked_fill(~real[:, None, None, :prefix], lowest).unflatten(2, (rows, columns))
-            scores = torch.cat([special, scores], -1)
-        total = scores.logsumexp(-1)
-        rest = (q @ direction[..., None])[..., 0] + offset[..., None]
-        share = (total.flatten(2)[:, :, :length] - rest).sigmoid()
-        if v is None:
-            return None, share
-        weights = (scores - total[..., None]).exp().masked_fill(scores == lowest, 0.0).to(v.dtype)
-        around = _neighbours(v[:, :, prefix:], rows, columns, reach)
-        band = weights.new_zeros(*weights.shape[:-1], around.shape[3])
-        band = band.scatter_add(-1, index.expand(*weights.shape[:-1], -1), weights[..., prefix:])
-        out = (band @ around).flatten(2, 3)
-        if prefix:
-            out = out + weights[..., :prefix].flatten(2, 3) @ v[:, :, :prefix]
-        return zero_padding(out[:, :, :length], query_mask), share
-
-    def _layout(self, length: int, grid: tuple[int, int] | None) -> tuple[int, int, int]:
-        """Tokens in rows and columns, and how many rows up and down a token may look."""
-        if self.kind == "2d":
-            return *square_grid(length, grid), self.size // 2
-        if torch.compiler.is_exporting():  # there are no chunks of a length that is not known
-            return length, 1, self.size // 2
-        columns = max(_CHUNK, self.size // 2)
-        return (length + columns - 1) // columns, columns, 1
-
-    def _window(self, columns: int, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the window of each token of a row is among its `(2 reach + 1) · columns` candidates, and whether it is
-        inside the grid there: `(columns, window)`."""
-        column, step = torch.arange(columns, device=device), torch.arange(self.size, device=device) - self.size // 2
-        place = column[:, None] + step
-        if self.kind == "1d":
-            return place + reach * columns, torch.ones_like(place, dtype=torch.bool)
-        row = columns * torch.arange(2 * reach + 1, device=device)
-        index = place.clamp(0, columns - 1)[:, None] + row[:, None]
-        return index.flatten(1), ((place >= 0) & (place < columns)).repeat(1, len(row))
+            return Reach(None, 0, around)
+        return Reach(square_grid(length, grid), around, around)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, size={self.size}"
+
+
+def _far(length: int, reach: Reach, key_mask: Tensor | None, like: Tensor) -> Tensor:
+    """The part of all real keys after the prefix that is outside the window of each token, `(B or 1, 1, N)`.
+
+    1 for a token without a real key.
+    """
+    rows, columns = reach.grid or (1, length)
+    above, around = reach.rows_around, reach.columns_around
+    if key_mask is None:
+        inside = _within(rows, above, like)[:, None] * _within(columns, around, like)
+        return ((length - inside.flatten()) / max(length, 1))[None, None]
+    size = (2 * above + 1, 2 * around + 1)
+    body = key_mask[:, key_mask.shape[1] - length :]
+    real = body.to(like.dtype).unflatten(1, (1, rows, columns))
+    inside = F.avg_pool2d(real, size, stride=1, padding=(above, around)) * (size[0] * size[1])
+    count = real.sum((2, 3))
+    outside = (count - inside.round().flatten(2)[:, 0]) / count.clamp_min(1)
+    return outside.where(key_mask.any(-1, keepdim=True), 1.0)[:, None]
 
 
 def _within(length: int, around: int, like: Tensor) -> Tensor:
@@ -220,18 +144,5 @@ def _beside(share: Tensor, far: Tensor) -> Tensor:
 
 def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
     """Floating-point operations of the two products with the candidates of every token."""
-    candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(_CHUNK, size // 2)
+    candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(CHUNK, size // 2)
     return 4.0 * n * candidates * d
-
-
-def _picked(candidates: Tensor, index: Tensor) -> Tensor:
-    """Of the candidates `(…, columns, n)` of every token, those in its window."""
-    return candidates.gather(-1, index.expand(*candidates.shape[:-1], -1))
-
-
-def _neighbours(x: Tensor, rows: int, columns: int, reach: int) -> Tensor:
-    """The tokens of the rows around each row, `(B, H, rows, (2 reach + 1) · columns, D)`, for tokens `(B, H, N, D)`."""
-    batch, heads, length, dim = x.shape
-    x = F.pad(x, (0, 0, reach * columns, (rows + reach) * columns - length))
-    around = x.view(batch, heads, rows + 2 * reach, columns, dim).unfold(2, 2 * reach + 1, 1)
-    return around.permute(0, 1, 2, 5, 3, 4).reshape(batch, heads, rows, (2 * reach + 1) * columns, dim)

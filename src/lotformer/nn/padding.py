@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.padding import zero_padding
 
-def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x (B, H, N, D)` with padded tokens set to zero, so that NaN or inf there cannot spread.
-
-    On the way in it cleans padded content; on the way out it silences the rows of padded queries.
-    """
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+__all__ = ["zero_padding", "zero_padding_to_learn"]
 
 
 def zero_padding_to_learn(x: Tensor, mask: Tensor | None) -> Tensor:

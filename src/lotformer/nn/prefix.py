@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import cpu
-from ..ops.precision import no_autocast
+from .. import ops
+from ..ops.plain.pooling import pool_by_scores
 from .checks import require_moderate
 from .padding import zero_padding
 from .softmax import fused_softmax
@@ -48,18 +46,13 @@ class PrefixRows(nn.Module):
     ) -> Tensor:
         """Rows `(B, H, P, Dv)` for the special queries `(B, H, P, D)` and all keys and values.
 
-        Padded keys and values may hold anything, queries may not. A backend other than "cpu" rules its kernel out.
+        Padded keys and values may hold anything, queries may not.
         """
         beta = self.temperature(q.shape[-1])
-        if self.polarize and backend in (None, "cpu") and k.shape[2] and cpu.can_pool(q, k, v):
-            return cpu.pool(q, k, v, key_mask, beta, self.powers)
+        if self.polarize:
+            return ops.pool(q, k, v, key_mask, beta, self.powers, backend=backend)
         k, v = zero_padding(k, key_mask), zero_padding(v, key_mask)
-        if not self.polarize:
-            return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        with no_autocast(q.device.type):  # powers of rounded scores are other rows
-            scores = self._polarized_scores(beta * q.to(dtype), k.to(dtype))
-        return self.pool(scores, v, key_mask)
+        return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
 
     def temperature(self, head_dim: int) -> float:
         """β in force."""
@@ -73,19 +66,7 @@ class PrefixRows(nn.Module):
 
     def pool(self, scores: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Rows `(B, H, P, Dv)` for finite scores `(B, H, P, M)` with all keys, β included; padded values are clean."""
-        if key_mask is None:
-            return scores.softmax(-1).to(v.dtype) @ v
-        allowed = key_mask[:, None, None, :]
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-        return (scores.softmax(-1).to(v.dtype) @ v).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-
-    def _polarized_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        q_pos, q_neg, k_pos, k_neg = F.relu(q), F.relu(-q), F.relu(k), F.relu(-k)
-        like = q_pos @ k_pos.mT + q_neg @ k_neg.mT
-        opposite = q_pos @ k_neg.mT + q_neg @ k_pos.mT
-        # a power below one has no slope at zero
-        like, opposite = like.clamp_min(1e-6), opposite.clamp_min(1e-6)
-        return like ** self.powers[0] + opposite ** self.powers[1]
+        return pool_by_scores(scores, v, key_mask)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, polarize={self.polarize}, powers={self.powers}"

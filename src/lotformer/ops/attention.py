@@ -163,7 +163,7 @@ def coupling(
     check(transport, solve)
     transport = transport._replace(v=k[..., :1])  # there are no values, and backends want some
     chosen = backends.choose(transport, solve, backend)
-    if chosen is backends.REFERENCE or q.shape[2] == 0 or k.shape[2] == 0:
+    if chosen is backends.TRANSPORT.reference or q.shape[2] == 0 or k.shape[2] == 0:
         query_plan, key_plan = reference.plans(transport, solve)
     else:
         with torch.no_grad():

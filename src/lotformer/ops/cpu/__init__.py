@@ -1,24 +1,10 @@
-"""The fused CPU kernels: C++, forward and backward, chosen at run time for the instruction set of the machine."""
+"""The fused CPU kernels: C++, forward and backward, chosen at run time for the instruction set of the machine.
 
-from .joining import can_join, join
-from .masses import can_weigh_keys, key_masses
-from .near import Reach, can_read_near_keys, read_near_keys
-from .op import instruction_sets, run, sum_to_one, why_unavailable, why_unsupported
-from .pooling import can_pool, pool
+A module per operator, with `run` and `why_unsupported`: the column "cpu" of the table in `backends`.
+"""
 
-__all__ = [
-    "Reach",
-    "can_join",
-    "can_pool",
-    "can_read_near_keys",
-    "can_weigh_keys",
-    "instruction_sets",
-    "join",
-    "key_masses",
-    "pool",
-    "read_near_keys",
-    "run",
-    "sum_to_one",
-    "why_unavailable",
-    "why_unsupported",
-]
+from . import joining, masses, near, op, pooling
+from .op import instruction_sets, sum_to_one
+from .operators import why_unavailable
+
+__all__ = ["instruction_sets", "joining", "masses", "near", "op", "pooling", "sum_to_one", "why_unavailable"]

@@ -7,15 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operators import differentiable, fresh_like, load_error, plain, register_fakes, rows, takes
+from .operators import FLOAT, differentiable, fresh_like, load_error, plain, register_fakes, rows, why_not_here
 
 
-def can_join(*tensors: Tensor | None) -> bool:
-    """Whether `join` takes these tensors, here and now."""
-    return takes(*tensors)
-
-
-def join(
+def run(
     coupled: Tensor | None,
     prefix: Tensor | None,
     values: Tensor,
@@ -23,17 +18,17 @@ def join(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     grid: tuple[int, int],
+    convolution: None = None,
 ) -> Tensor:
-    """`[prefix | coupled + convolution of the values after the prefix]`, `(B, H, N, D)` in the layout of the values.
-
-    Args:
-        coupled: `(B, H, N - P, D)`; zeros if missing. prefix: `(B, H, P, D)`; none if missing.
-        filters: `(H·D or D, 1, K)` along the sequence or `(…, 1, K, K)` on the grid, K odd.
-        query_mask, key_mask: boolean `(B, N)`. Padded values count as zero, whatever they hold; padded rows of the
-            prefix are zero, and what is coupled to padding stays as it is.
-    """
-    given = (None if x is None else rows(x) for x in (coupled, prefix, values))
+    """`beside.join` in the layout of the values."""
+    given = [None if x is None else rows(x) for x in (coupled, prefix, values)]
     return _join(*given, filters, query_mask, key_mask, *grid)
+
+
+def why_unsupported(
+    coupled: Tensor | None, prefix: Tensor | None, values: Tensor, filters: Tensor, *rest: Any
+) -> str | None:
+    return why_not_here(FLOAT, coupled, prefix, values, filters)
 
 
 def _fake(coupled: Tensor | None, prefix: Tensor | None, values: Tensor, *rest: Any) -> Tensor:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from .operators import MAX_WIDTH, differentiable_once, rows, takes
+from .operators import FLOAT, MAX_WIDTH, differentiable_once, rows, why_not_here
 
 
-def can_weigh_keys(q: Tensor, k: Tensor, direction: Tensor) -> bool:
-    """Whether `key_masses` runs here and now. Traced programs get plain PyTorch, which the compiler fuses."""
-    if torch.compiler.is_compiling() or not takes(q, k, direction):
-        return False
-    return 0 < k.shape[3] <= MAX_WIDTH and k.shape[2] > 0
-
-
-def key_masses(
+def run(
     q: Tensor | None,
     k: Tensor,
     direction: Tensor,
@@ -23,8 +17,18 @@ def key_masses(
     query_mask: Tensor | None,
     key_mask: Tensor | None,
 ) -> Tensor:
-    """`p_j ∝ exp(k_j·(w + α q̄ / √D)) (B, H, M)` for `w (H, D)` and `α (H,)`; q and α may both be missing."""
+    """`beside.key_masses` in one pass over queries and keys."""
+    if query_weight is None:
+        q = query_mask = None
     return _operator(None if q is None else rows(q), rows(k), direction, query_weight, query_mask, key_mask)[0]
+
+
+def why_unsupported(
+    q: Tensor | None, k: Tensor, direction: Tensor, query_weight: Tensor | None, *rest: Any
+) -> str | None:
+    if not 0 < k.shape[3] <= MAX_WIDTH:
+        return f"it takes head dimensions from 1 to {MAX_WIDTH}, got {k.shape[3]}."
+    return why_not_here(FLOAT, q, k, direction, query_weight)
 
 
 _operator = differentiable_once("key_masses", tensors=6, kept=0, advice="Use float64, which runs in plain PyTorch.")

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operators import differentiable_once, fresh_like, output_like, rows, takes
+from ..plain.window import Reach
+from .operators import FLOAT_OR_BFLOAT16, differentiable_once, fresh_like, output_like, rows, why_not_here
 
 
 class _Tensors(NamedTuple):
@@ -22,40 +23,40 @@ class _Tensors(NamedTuple):
     key_mask: Tensor | None
 
 
-class Reach(NamedTuple):
-    """How far a token sees on a grid of so many columns, each way; a sequence is one row."""
-
-    columns: int
-    rows_around: int
-    columns_around: int
-
-
-def can_read_near_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `read_near_keys` runs here and now."""
-    suited = takes(q, k, v, dtypes=(torch.float32, torch.bfloat16))
-    return suited and q.dtype == k.dtype == v.dtype and min(q.shape[3], v.shape[3]) >= 1
-
-
-def read_near_keys(
+def run(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     direction: Tensor,
     offset: Tensor,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     reach: Reach,
-) -> tuple[Tensor, Tensor]:
-    """Softmax of each query over the prefix and its window of keys, and `σ(log-sum − q·direction − offset)`.
+) -> tuple[Tensor | None, Tensor]:
+    """`beside.window`; the direction and the offset are fp32."""
+    k = rows(k)
+    columns = max(q.shape[2], 1) if reach.grid is None else reach.grid[1]  # a sequence is one row
+    out, share, _ = _operator(
+        rows(q),
+        k,
+        k if v is None else rows(v),
+        direction,
+        offset,
+        query_mask,
+        key_mask,
+        columns,
+        reach.rows_around,
+        reach.columns_around,
+    )
+    return (None if v is None else out), share
 
-    Padding is never read; a query that is padding, or has no real key, reads zeros and has the share 0.
 
-    Args:
-        q: `(B, H, N, D)`. k, v: `(B, H, P + N, ·)`, the P keys of the prefix in front. direction: `(B, H, D)`, offset:
-            `(B, H)`, both fp32. query_mask: `(B, N)`. key_mask: `(B, P + N)`.
-    """
-    out, share, _ = _operator(rows(q), rows(k), rows(v), direction, offset, query_mask, key_mask, *reach)
-    return out, share
+def why_unsupported(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> str | None:
+    if q.dtype != k.dtype or (v is not None and v.dtype != q.dtype):
+        return "queries, keys and values have different dtypes."
+    if q.shape[3] < 1 or (v is not None and v.shape[3] < 1):
+        return "it takes head dimensions of at least 1."
+    return why_not_here(FLOAT_OR_BFLOAT16, q, k, v)
 
 
 def _gradients(inputs: tuple[Any, ...], grad: Tensor | None, grad_share: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from .. import reference
 from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
-from .operators import MAX_WIDTH, differentiable_once, fresh_like, load_error, output_like, rows, why_not_here
+from .operators import (
+    FLOAT_OR_BFLOAT16,
+    MAX_WIDTH,
+    differentiable_once,
+    fresh_like,
+    load_error,
+    output_like,
+    rows,
+    why_not_here,
+)
 
 if load_error is None:
     from . import _kernel
@@ -38,20 +47,11 @@ def sum_to_one(log_masses: Tensor) -> bool | None:
     return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
-def why_unavailable() -> str | None:
-    if load_error is None:
-        return None
-    return (
-        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and type `pip install --force-reinstall "
-        "--no-deps --no-build-isolation .` in the folder of the sources, or go on with the slower reference path."
-    )
-
-
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     _, _, _, _, rank, dim, value_dim = transport.shape
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
-    return why_not_here(transport.q)
+    return why_not_here(FLOAT_OR_BFLOAT16, transport.q)
 
 
 class _Tensors(NamedTuple):

@@ -26,30 +26,34 @@ Outputs = tuple[Tensor, ...]
 Call = Callable[..., Any]
 
 
-def why_not_here(x: Tensor) -> str | None:
-    """Why no operator of the extension takes tokens like these now."""
-    if x.device.type != "cpu":
-        return f"it runs on the CPU and the tensors are on {x.device}."
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, not {x.dtype}."
+FLOAT = (torch.float32,)
+FLOAT_OR_BFLOAT16 = (torch.float32, torch.bfloat16)
+
+
+def why_unavailable() -> str | None:
+    if load_error is None:
+        return None
+    return (
+        f"the CPU kernel is not built ({load_error}). Install a C++ compiler and type `pip install --force-reinstall "
+        "--no-deps --no-build-isolation .` in the folder of the sources, or go on with the slower reference path."
+    )
+
+
+def why_not_here(dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> str | None:
+    """Why no operator of the extension takes these tensors now."""
+    for x in tensors:
+        if x is None:
+            continue
+        if x.device.type != "cpu":
+            return f"it runs on the CPU and the tensors are on {x.device}."
+        if x.dtype not in dtypes:
+            known = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            return f"it takes {known}, not {x.dtype}."
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
         return "it has no rules for torch.func transforms."
     if torch.autograd.forward_ad._current_level >= 0:
         return "it has no forward-mode derivative."
     return None
-
-
-def takes(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether the operators beside the transport run on these tensors, here and now.
-
-    Exported and traced programs should run where they are not, and a dispatch mode (a counter of products, for one)
-    should see the operators it knows.
-    """
-    if load_error is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return False
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        return False
-    return all(x is None or (x.dtype in dtypes and why_not_here(x) is None) for x in tensors)
 
 
 def rows(x: Tensor) -> Tensor:

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .operators import differentiable_once, fresh_like, rows, takes
+from .operators import FLOAT, differentiable_once, fresh_like, rows, why_not_here
 
 
-def can_pool(*tensors: Tensor | None) -> bool:
-    """Whether `pool` takes these queries, keys and values, here and now."""
-    return takes(*tensors)
-
-
-def pool(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]) -> Tensor:
-    """Rows `(B, H, P, Dv)` for queries `(B, H, P, D)`, as `PrefixRows` defines them; padding may hold anything."""
+def run(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]) -> Tensor:
+    """`beside.pool`."""
     return _pool(rows(q), rows(k), rows(v), key_mask, beta, *powers)[0]
+
+
+def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
+    return why_not_here(FLOAT, q, k, v)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
