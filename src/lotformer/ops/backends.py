@@ -86,7 +86,7 @@ TRANSPORT = Operator(
     "transport",
     (
         _cpu(cpu.op),
-        Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported),
+        Backend("triton", triton.run, triton.why_unavailable, triton.why_unsupported, triton.why_distrusted),
         _reference(reference.run),
     ),
 )

@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 elif not INTERPRETED and not torch.cuda.is_available():
     _WHY_UNAVAILABLE = "no CUDA or ROCm device was found."
 else:
-    from . import op
+    from . import op, selfcheck
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 256
@@ -43,3 +43,7 @@ def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     if torch._C._functorch.maybe_current_level() is not None:
         return "the kernels do not run under torch.func transforms."
     return None
+
+
+def why_distrusted(transport: Transport, solve: Solve) -> str | None:
+    return selfcheck.why_distrusted(transport, solve)
