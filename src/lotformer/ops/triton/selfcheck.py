@@ -24,8 +24,8 @@ _TOKENS: dict[Strategy, tuple[int, int]] = {"fused": (9, 12), "passes": (9, 131)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative errors allowed: a kernel that is wrong misses by more, and one that rounds by less."""
 
-_verdicts: dict[tuple[Any, ...], str | None] = {}
-_refused: set[tuple[str, torch.dtype]] = set()
+_agreed: set[tuple[Any, ...]] = set()
+_refused: dict[tuple[str, torch.dtype], str] = {}
 _lock = threading.Lock()
 
 
@@ -42,9 +42,9 @@ def why_distrusted(transport: Transport, solve: Solve) -> str | None:
 
 
 def _verdict(device: str, dtype: torch.dtype, *kind: Any) -> str | None:
-    key = (device, dtype, *kind)
-    if key in _verdicts:
-        return _verdicts[key]
+    place, key = (device, dtype), (device, dtype, *kind)
+    if place in _refused or key in _agreed:
+        return _refused.get(place)
     if device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         warnings.warn(
             "a CUDA graph is captured of LOT attention in plain PyTorch: its kernels check themselves the first time "
@@ -53,28 +53,26 @@ def _verdict(device: str, dtype: torch.dtype, *kind: Any) -> str | None:
         )
         return "they have not been checked, and cannot be during the capture of a CUDA graph."
     with _lock:
-        if key not in _verdicts:
-            _verdicts[key] = _judged(device, dtype, kind)
-    return _verdicts[key]
+        if place not in _refused and key not in _agreed:
+            _judge(device, dtype, kind)
+    return _refused.get(place)
 
 
 # `torch.compiler.assume_constant_result`, without importing the compiler: it calls the function while it traces
 _verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _judged(device: str, dtype: torch.dtype, kind: tuple[Any, ...]) -> str | None:
-    place = (device, dtype)
-    if place in _refused:
-        return "its self-check has failed."
+def _judge(device: str, dtype: torch.dtype, kind: tuple[Any, ...]) -> None:
     deviation = _in_a_thread_of_its_own(device, dtype, kind)
-    if deviation is not None:
-        _refused.add(place)
-        warnings.warn(
-            f"LOT attention runs in plain PyTorch on {device} for {dtype}: the 'triton' backend failed its self-check, "
-            f'{deviation}. `backend="triton"` forces it.',
-            stacklevel=6,
-        )
-    return deviation
+    if deviation is None:
+        _agreed.add((device, dtype, *kind))
+        return
+    _refused[device, dtype] = deviation
+    warnings.warn(
+        f"LOT attention runs in plain PyTorch on {device} for {dtype}: the 'triton' backend failed its self-check, "
+        f'{deviation}. `backend="triton"` forces it.',
+        stacklevel=7,
+    )
 
 
 def _in_a_thread_of_its_own(device: str, dtype: torch.dtype, kind: tuple[Any, ...]) -> str | None:
