@@ -120,7 +120,7 @@ def lot_attention_from_scores(
 def _attend(transport: Transport, solve: Solve, dropout_p: float, backend: str | None, return_residual: bool) -> Tensor:
     check_probability("dropout_p", dropout_p)
     check(transport, solve)
-    chosen = backends.choose(transport, solve, backend)
+    chosen = backends.TRANSPORT.choose(backend, transport, solve)
     q, k, v = transport.q, transport.k, transport.v
     if q.shape[2] == 0 or k.shape[2] == 0:
         out = q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
@@ -162,7 +162,7 @@ def coupling(
     solve = Solve(eps, solver, iters, tol, scale, balance)
     check(transport, solve)
     transport = transport._replace(v=k[..., :1])  # there are no values, and backends want some
-    chosen = backends.choose(transport, solve, backend)
+    chosen = backends.TRANSPORT.choose(backend, transport, solve)
     if chosen is backends.TRANSPORT.reference or q.shape[2] == 0 or k.shape[2] == 0:
         query_plan, key_plan = reference.plans(transport, solve)
     else:

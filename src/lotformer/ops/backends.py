@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from . import cpu, plain, reference, triton
-from .problem import Solve, Transport
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,6 @@ def require_name(name: Any) -> None:
     """Refuse what is no name of a backend."""
     if name not in names():
         raise ValueError(f"`backend`: expected None or one of {', '.join(map(repr, names()))}, got {name!r}.")
-
-
-def choose(transport: Transport, solve: Solve, name: str | None) -> Backend:
-    """The backend of the transport."""
-    return TRANSPORT.choose(name, transport, solve)
 
 
 _missed: set[str] = set()

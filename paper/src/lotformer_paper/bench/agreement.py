@@ -47,7 +47,7 @@ def check_backend(
     if scores:
         q, k = (x @ pivots.mT * head_dim**-0.5 for x in (q, k))
         transport, solve = Transport(q, k, v, None, log_masses), solve._replace(scale=1.0)
-    chosen = backends.choose(transport, solve, backend)
+    chosen = backends.TRANSPORT.choose(backend, transport, solve)
     expected = _evaluate(backends.TRANSPORT.reference, transport, solve, torch.float64, upstream, backward)
     got = _evaluate(chosen, transport, solve, torch.float32, upstream, backward)
     for name, reference in expected.items():

@@ -48,7 +48,7 @@ def sum_to_one(log_masses: Tensor) -> bool | None:
 
 
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
-    _, _, _, _, rank, dim, value_dim = transport.shape
+    rank, dim, value_dim = transport.rank, transport.q.shape[3], transport.v.shape[3]
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
     return why_not_here(FLOAT_OR_BFLOAT16, transport.q)
@@ -113,8 +113,8 @@ def run(transport: Transport, solve: Solve) -> Result:
         pivots=None if t.pivots is None else _floats(t.pivots),
         log_masses=_floats(t.log_masses),
         temperatures=per_head,
-        query_masses=_per_head(t.query_masses, heads),
-        key_masses=_per_head(t.key_masses, heads),
+        query_masses=None if t.query_masses is None else _per_head(t.query_masses, heads),
+        key_masses=None if t.key_masses is None else _per_head(t.key_masses, heads),
         query_mask=t.query_mask,
         key_mask=t.key_mask,
     )
@@ -169,9 +169,7 @@ def _mended(result: Result, t: Transport, solve: Solve) -> Result:
     return Result(merged(result.out, again.out), lambda: merged(first, second), potentials)
 
 
-def _per_head(masses: Tensor | None, heads: int) -> Tensor | None:
-    if masses is None:
-        return None
+def _per_head(masses: Tensor, heads: int) -> Tensor:
     return (masses if masses.dim() == 3 else masses[:, None]).float().expand(-1, heads, -1)
 
 
