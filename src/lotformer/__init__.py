@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _torchvision, _transformers_hook, attention
 from ._import_hook import when_imported
+from .attention.config import LOTConfig
 from .layers import AttentionLayer, LOTAttention
 from .nn import PivotMeasure, no_weight_decay
 from .ops import Coupling, coupling, lot_attention, lot_attention_from_scores
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionLayer",
     "Coupling",
     "LOTAttention",
+    "LOTConfig",
     "PivotMeasure",
     "__version__",
     "attention",

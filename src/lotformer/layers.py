@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from . import attention
+from .attention.config import OPTIONS, LOTConfig
 from .attention.folded import FoldedLOT, split_tokens, why_unfoldable
 from .attention.host_masks import key_mask_from_sdpa
 from .attention.lot import LOT
-from .attention.lot_options import LOTOptions
 from .attention.options import documents
 from .attention.unformed import Linear, Projections, why_too_coarse
 from .nn.checks import require_count
@@ -24,7 +24,7 @@ from .ops.attention import CAUSAL_REFUSAL
 from .ops.precision import is_autocast
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 
 class AttentionLayer(nn.Module):
@@ -217,7 +217,7 @@ class AttentionLayer(nn.Module):
         return mask
 
 
-@documents(LOTOptions)
+@documents(OPTIONS, without={"dropout"})
 class LOTAttention(AttentionLayer):
     """LOT attention as a drop-in layer: linear in the sequence, doubly stochastic, of rank at most `rank`.
 
@@ -237,6 +237,7 @@ class LOTAttention(AttentionLayer):
         qkv_bias, qk_norm, scale_norm, proj_bias, proj_drop, norm_layer, grid_size: as in `AttentionLayer`.
         attn_drop: probability of dropping a key in training, the same keys for every query of a head, whichever way it
             reads them.
+        config: the options below as one `LOTConfig`, in place of them.
         {options}
     """
 
@@ -255,8 +256,11 @@ class LOTAttention(AttentionLayer):
         grid_size: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[LOTOptions],
+        config: LOTConfig | None = None,
+        **options: Any,
     ) -> None:
+        if config is not None:
+            options["config"] = config
         super().__init__(
             dim, num_heads, "lot", qkv_bias=qkv_bias, qk_norm=qk_norm, scale_norm=scale_norm, proj_bias=proj_bias,
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, grid_size=grid_size, device=device,

@@ -128,7 +128,7 @@ def test_calibrated_couplings_are_exact():
     assert quality.residual_max is not None
     assert quality.residual_max < 1e-4
     assert quality.doubly_stochastic_max < 1e-4
-    assert all(m.solver == "newton" for m in model.modules() if isinstance(m, LOT))
+    assert all(m.config.solver.name == "newton" for m in model.modules() if isinstance(m, LOT))
 
 
 def test_learned_masses_are_exact_but_said_not_to_be_doubly_stochastic():
@@ -211,7 +211,7 @@ class TestInterrupts:
             lotformer.calibrate(model, batches(), steps=12, on_step=self.interrupt_at(3))
         assert [name for name, _ in converted(model)] == names
         assert all(m.training for m in model.modules())
-        assert all(m.solver == "newton" for m in model.modules() if isinstance(m, LOT))
+        assert all(m.config.solver.name == "newton" for m in model.modules() if isinstance(m, LOT))
         assert output(model.eval(), batches(1)[0]).isfinite().all()
 
     @pytest.mark.parametrize("rates", [{}, {"lr": 3.0, "evaluate_every": 2}], ids=["gentle", "cut on the way"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_the_mean_over_draws_is_the_output_without_dropout(kind: str) -> None:
 def test_evaluation_and_a_probability_of_zero_drop_nothing(kind: str) -> None:
     dropping = build(kind)
     none = copy.deepcopy(dropping)
-    none.dropout = 0.0
+    none.config = replace(none.config, dropout=0.0)
     assert torch.equal(read(dropping.eval()), read(none.eval()))
     assert torch.equal(read(none.train()), read(none.eval()))
 

@@ -158,7 +158,7 @@ def test_causal_calls_are_refused_with_the_reason():
 
 
 def test_dropout_reaches_the_mechanism_or_is_refused():
-    assert vit(LOT, attn_drop_rate=0.2).blocks[1].attn.mechanism.dropout == 0.2
+    assert vit(LOT, attn_drop_rate=0.2).blocks[1].attn.mechanism.config.dropout == 0.2
     with pytest.raises(ValueError, match=r"attn_drop=0\.2: 'performer' has no dropout"):
         vit(AttentionLayer.with_options(mechanism="performer"), attn_drop_rate=0.2)
 

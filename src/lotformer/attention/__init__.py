@@ -1,6 +1,7 @@
 """Attention mechanisms: one file each, one interface, one registry."""
 
 from .base import Attention, Cost, Entry
+from .config import LocalConv, LOTConfig, Newton, Pivots, Prefix, Sinkhorn, Window
 from .diagnose import Diagnosis, attention_matrix, diagnose
 from .promises import check
 from .registry import build, entry, names, register, unregister
@@ -10,6 +11,13 @@ __all__ = [
     "Cost",
     "Diagnosis",
     "Entry",
+    "LOTConfig",
+    "LocalConv",
+    "Newton",
+    "Pivots",
+    "Prefix",
+    "Sinkhorn",
+    "Window",
     "attention_matrix",
     "build",
     "check",

@@ -111,7 +111,7 @@ class FoldedLOT(LOT):
             query_mask=self._body_mask(query_mask),
             key_mask=self._body_mask(key_mask),
             key_masses=read.key_masses,
-            backend=self.backend,
+            backend=self.config.backend,
         )
 
     @property

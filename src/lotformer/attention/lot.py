@@ -4,107 +4,85 @@ from __future__ import annotations
 
 import copy
 import math
-from numbers import Real
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.checks import require_count, require_moderate, require_probability
-from ..nn.depthwise import ConvSharing, DepthwiseMixing
+from ..nn.depthwise import DepthwiseMixing
 from ..nn.key_masses import KeyMasses, masses_of, mean_of_real
-from ..nn.near_keys import NearKeys, WindowKind, window_cost
-from ..nn.pivot_pooling import PivotKind, PivotPooling
+from ..nn.near_keys import NearKeys, window_cost
+from ..nn.pivot_pooling import PivotPooling
 from ..nn.pivots import PivotMeasure
-from ..nn.prefix import PrefixRows
+from ..nn.prefix import DEFAULT_POWERS, PrefixRows
 from ..nn.softmax import fused_softmax
 from ..nn.undecayed import Undecayed
 from ..ops import Coupling, coupling, lot_attention, lot_attention_from_scores
 from ..ops.attention import drop_keys
-from ..ops.backends import names
 from ..ops.precision import no_autocast
-from ..ops.problem import Balance, Solver
+from ..ops.problem import Balance
 from .base import Attention, Cost, Entry
-from .lot_options import LOTOptions
+from .config import OPTIONS, LOTConfig, Sinkhorn
 from .masking import zero_padding
-from .options import documents, with_defaults
+from .options import documents
 from .unformed import Linear, Projections, Read, Reads, at_once, products_by_head
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 
-@documents(LOTOptions)
+@documents(OPTIONS)
 class LOT(Attention):
     """Doubly stochastic, linear-time attention through a learned pivot measure.
 
     Args:
-        dropout: probability of dropping a key in training, the same keys for every query of a head, whichever way it
-            reads them. Local mixing sees all values.
+        config: every option as one `LOTConfig`, in place of the others.
         {options}
     """
 
-    def __init__(self, head_dim: int, num_heads: int, *, dropout: float = 0.0, **options: Unpack[LOTOptions]) -> None:
+    def __init__(self, head_dim: int, num_heads: int, config: LOTConfig | None = None, **options: Any) -> None:
         super().__init__(head_dim, num_heads)
-        o = cast(LOTOptions, with_defaults(LOTOptions, options))
-        require_moderate("eps", o["eps"])
-        if o["scale"] is not None:
-            require_moderate("scale", o["scale"], signed=True)
-        _require_tolerance(o["tol"])
-        _require_backend(o["backend"])
-        _require_one_of("solver", o["solver"], Solver)
-        _require_one_of("balance", o["balance"], Balance)
-        _require_one_of("pivots", o["pivots"], PivotKind)
-        _require_one_of("conv_sharing", o["conv_sharing"], ConvSharing)
-        require_count("iters", o["iters"])
-        require_count("prefix_tokens", o["prefix_tokens"], least=0)
-        require_probability("dropout", dropout)
-        if o["polarize_prefix"] and not o["prefix_tokens"]:
-            raise ValueError("polarize_prefix needs prefix_tokens: there is no prefix row to polarise.")
+        self.config = config = LOTConfig.of(config, options)
+        pivots, prefix, local_conv, window = config.pivots, config.prefix, config.local_conv, config.window
         self.pivots = PivotMeasure(
             num_heads,
-            o["rank"],
+            config.rank,
             head_dim,
-            learn_masses=o["learn_masses"],
-            mass_temperature=o["mass_temperature"],
-            init=o["pivot_init"],
-            unit=o["eps"] * (1.0 if o["scale"] is None else head_dim**-0.5 / abs(o["scale"])),
+            learn_masses=pivots.learn_masses,
+            mass_temperature=pivots.mass_temperature,
+            init=pivots.init,
+            unit=config.eps * (1.0 if config.scale is None else head_dim**-0.5 / abs(config.scale)),
         )
-        aware = o["pivots"] == "input-aware"
-        self.pooling = PivotPooling(num_heads, o["rank"], head_dim, pull=o["eps"]) if aware else None
-        self.fixed_eps = o["eps"]
-        self.log_eps = Undecayed(num_heads) if o["learn_eps"] else None
-        self.solver = o["solver"]
-        self.iters = o["iters"]
-        self.tol = o["tol"]
-        self.scale = o["scale"]
-        self.balance = o["balance"]
-        self.dropout = dropout
-        self.backend = o["backend"]
-        self.key_masses = KeyMasses(num_heads, head_dim, o["key_masses"])
-        self.prefix_tokens = o["prefix_tokens"]
+        aware = pivots.kind == "input-aware"
+        self.pooling = PivotPooling(num_heads, config.rank, head_dim, pull=config.eps) if aware else None
+        self.log_eps = Undecayed(num_heads) if config.learn_eps else None
+        self.key_masses = KeyMasses(num_heads, head_dim, config.key_masses)
+        self.prefix_tokens = config.prefix_tokens
         self.prefix = (
-            PrefixRows(o["prefix_beta"], polarize=o["polarize_prefix"], powers=o["polarize_powers"])
-            if self.prefix_tokens
-            else None
+            None
+            if prefix is None
+            else PrefixRows(prefix.beta, polarize=prefix.polarize, powers=prefix.powers or DEFAULT_POWERS)
         )
-        conv, sharing = o["local_conv"], o["conv_sharing"]
-        filters = head_dim if sharing == "heads" else num_heads * head_dim
-        self.local = DepthwiseMixing(filters, conv, o["kernel_size"], sharing=sharing) if conv is not None else None
-        window = o["window"]
-        self.near = NearKeys(num_heads, head_dim, window, o["window_size"]) if window is not None else None
+        self.local = None
+        if local_conv is not None:
+            filters = head_dim if local_conv.sharing == "heads" else num_heads * head_dim
+            self.local = DepthwiseMixing(filters, local_conv.kind, local_conv.size, sharing=local_conv.sharing)
+        self.near = None if window is None else NearKeys(num_heads, head_dim, window.kind, window.size)
         self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return repr(self.config)
 
     def reset_parameters(self) -> None:
         """Start ε where it was told to; the parts start themselves."""
         if self.log_eps is not None:
-            nn.init.constant_(self.log_eps.bias, math.log(self.fixed_eps))
+            nn.init.constant_(self.log_eps.bias, math.log(self.config.eps))
 
     @property
     def eps(self) -> float | Tensor:
         """The regularisation in force: the constructor's, or the learned one per head."""
-        return self.fixed_eps if self.log_eps is None else self.log_eps.bias.exp()
+        return self.config.eps if self.log_eps is None else self.log_eps.bias.exp()
 
     def attend(
         self,
@@ -134,12 +112,12 @@ class LOT(Attention):
             points,
             log_masses,
             **self._how_to_solve(),
-            scale=self.scale,
+            scale=self.config.scale,
             query_mask=body_query_mask,
             key_mask=body_key_mask,
             query_masses=_left_over(share, body_query_mask),
-            key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask, backend=self.backend),
-            backend=self.backend,
+            key_masses=self.key_masses(body(q), body(k), body_key_mask, body_query_mask, backend=self.config.backend),
+            backend=self.config.backend,
         )
         if near is not None and share is not None:
             out = out.lerp(near.to(out.dtype), share[..., None].to(out.dtype))
@@ -149,7 +127,7 @@ class LOT(Attention):
 
     def _dropped(self, v: Tensor) -> Tensor:
         """The values that rows read: the same keys are dropped for the prefix, the window and what is transported."""
-        return drop_keys(v, self.dropout) if self.training and self.dropout > 0 else v
+        return drop_keys(v, self.config.dropout) if self.training and self.config.dropout > 0 else v
 
     def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:
         """Whether nothing is left to transport, so that fused softmax gives the same for less.
@@ -168,7 +146,7 @@ class LOT(Attention):
         if self.prefix is None:
             return None
         head = zero_padding(q[:, :, : self.prefix_tokens], self._prefix_mask(query_mask))
-        return self.prefix(head, k, v, key_mask, backend=self.backend)
+        return self.prefix(head, k, v, key_mask, backend=self.config.backend)
 
     def why_formed(self) -> str | None:
         """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""
@@ -213,7 +191,7 @@ class LOT(Attention):
     def _scaled_points(self, like: Tensor) -> Tensor:
         """What queries and keys are multiplied by to get their scores."""
         points = self.pivots.points(like)
-        return points * (self.head_dim**-0.5 if self.scale is None else self.scale)
+        return points * (self.head_dim**-0.5 if self.config.scale is None else self.config.scale)
 
     def _reads(self, projections: Projections, like: Tensor) -> Reads:
         points = self._scaled_points(like)
@@ -251,7 +229,7 @@ class LOT(Attention):
             query_mask=self._body_mask(query_mask),
             key_mask=self._body_mask(key_mask),
             key_masses=read.key_masses,
-            backend=self.backend,
+            backend=self.config.backend,
         )
         rows = None
         if self.prefix is not None:
@@ -260,7 +238,7 @@ class LOT(Attention):
             head = reads.queries.formed(x[:, : self.prefix_tokens]).transpose(1, 2)
             head = zero_padding(head, self._prefix_mask(query_mask))
             if read.keys is not None:
-                rows = self.prefix(head, read.keys, kept, key_mask, backend=self.backend)
+                rows = self.prefix(head, read.keys, kept, key_mask, backend=self.config.backend)
             else:
                 seen = reads.keys.seen_by(head * self.prefix.temperature(self.head_dim))
                 scores = (seen @ x.mT).unflatten(1, head.shape[1:3])
@@ -322,7 +300,7 @@ class LOT(Attention):
     ) -> Tensor:
         """What the coupled tokens receive with local mixing added, behind the rows of the prefix."""
         if self.local is not None:
-            return self.local.joined(rows, out, v, key_mask, query_mask, grid, backend=self.backend)
+            return self.local.joined(rows, out, v, key_mask, query_mask, grid, backend=self.config.backend)
         if rows is None:
             return out
         rows = zero_padding(rows, self._prefix_mask(query_mask))
@@ -355,12 +333,12 @@ class LOT(Attention):
             points if self.pooling is None else points + self.pooling(k, key_mask),
             log_masses,
             **self._how_to_solve(),
-            scale=self.scale,
+            scale=self.config.scale,
             query_mask=query_mask,
             key_mask=key_mask,
             query_masses=_left_over(share, query_mask),
-            key_masses=self.key_masses(q, k, key_mask, query_mask, backend=self.backend),
-            backend=self.backend,
+            key_masses=self.key_masses(q, k, key_mask, query_mask, backend=self.config.backend),
+            backend=self.config.backend,
         )
 
     def is_softmax(self, tokens: int, grid: tuple[int, int] | None = None) -> bool:
@@ -393,7 +371,7 @@ class LOT(Attention):
         if self.near is None or q.shape[2] == self.prefix_tokens:
             return None, None
         near: tuple[Tensor | None, Tensor] = self.near(
-            self._body(q), k, v, key_mask, grid, self._body_mask(query_mask), backend=self.backend
+            self._body(q), k, v, key_mask, grid, self._body_mask(query_mask), backend=self.config.backend
         )
         return near
 
@@ -422,10 +400,8 @@ class LOT(Attention):
     def _how_to_solve(self) -> dict[str, Any]:
         return {
             "eps": self.eps,
-            "solver": self.solver,
-            "iters": self.iters,
-            "tol": self.tol,
-            "balance": self.balance,
+            "balance": self.config.balance,
+            **self.config.solver.arguments(),
         }
 
 
@@ -447,48 +423,24 @@ def _left_over(share: Tensor | None, query_mask: Tensor | None) -> Tensor | None
     return left / left.sum(-1, keepdim=True).clamp_min(1e-30)
 
 
-def _require_tolerance(tol: Any) -> None:
-    number = isinstance(tol, Real) and not isinstance(tol, bool)
-    if tol is not None and not (number and 0 < tol < 1):
-        raise ValueError(f"tol must be a number between 0 and 1, or None for fixed passes, got {tol!r}.")
-
-
-def _require_backend(name: Any) -> None:
-    known = names()
-    if name is not None and name not in known:
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {name!r}.")
-
-
-def _require_one_of(name: str, value: str, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
-
-
 _SOLVED_SIDES: dict[Balance, int] = {"both": 2, "keys": 1, "none": 0}
 
 
-def cost(
-    n: int,
-    d: int,
-    *,
-    rank: int = 32,
-    iters: int = 5,
-    pivots: PivotKind = "fixed",
-    balance: Balance = "both",
-    window: WindowKind | None = None,
-    window_size: int = 3,
-    **_: object,
-) -> Cost:
+def cost(n: int, d: int, config: LOTConfig | None = None, **options: Any) -> Cost:
     """Four n·r·d products and T sweeps over the n·r kernel of each solved side; the fused kernel moves q, k, v and out
     once.
 
-    Input-aware pivots add two products, a window two with the candidates of a token.
+    An exact solve counts as the default number of sweeps. Input-aware pivots add two products, a window two with the
+    candidates of a token.
     """
-    flops, moved = 8.0 * n * rank * d + 4.0 * _SOLVED_SIDES[balance] * iters * n * rank, 16.0 * n * d
-    if pivots != "fixed":
-        flops, moved = flops + 4.0 * n * rank * d, moved + 8.0 * n * d
-    if window is not None:
-        flops, moved = flops + window_cost(window_size, window, n, d), moved + 8.0 * n * d * window_size
+    c = LOTConfig.of(config, options)
+    sweeps = c.solver.sweeps if isinstance(c.solver, Sinkhorn) else Sinkhorn().sweeps
+    flops, moved = 8.0 * n * c.rank * d + 4.0 * _SOLVED_SIDES[c.balance] * sweeps * n * c.rank, 16.0 * n * d
+    if c.pivots.kind != "fixed":
+        flops, moved = flops + 4.0 * n * c.rank * d, moved + 8.0 * n * d
+    if c.window is not None:
+        flops += window_cost(c.window.size, c.window.kind, n, d)
+        moved += 8.0 * n * d * c.window.size
     return Cost(flops=flops, bytes=moved)
 
 

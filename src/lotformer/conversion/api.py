@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..attention.config import LOTConfig, without_part
+from ..attention.config_parts import lacks
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from ..nn.near_keys import WindowKind
@@ -47,6 +49,7 @@ def convert(
     budget: int | None = None,
     probe: Batch | None = None,
     max_positions: int | None = None,
+    config: LOTConfig | None = None,
     **options: Any,
 ) -> ConversionReport:
     """Replace softmax by another mechanism in every bidirectional self-attention of the model, in place.
@@ -64,6 +67,8 @@ def convert(
             trained models need. `balance="keys"` (the default) imposes these column sums and leaves the queries free,
             "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots
             that see the input recover more; "fixed" ones are a little faster.
+        config: LOT's options as one `LOTConfig`, in place of all others, for example
+            `replace(LOTConfig.for_text(), rank=64)`; nothing is filled in for the model then.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
             "auto" leaves softmax in the `budget` layers where the fresh mechanism is furthest from it on `probe`.
         probe: a batch to compare outputs on, before and after; made up from the model's config where possible.
@@ -91,6 +96,9 @@ def convert(
             f"got layers={layers!r} and budget={budget!r}."
         )
     named = {"rank": rank, "eps": eps, "key_masses": key_masses, "balance": balance, "pivots": pivots}
+    if config is not None:
+        _require_alone(mechanism, config, named, options)
+        options, named = config.to_options(), {}
     if layers == "auto":
         return _convert_all_but(model, mechanism, budget, probe, max_positions=max_positions, **named, **options)
     if isinstance(layers, str):
@@ -103,7 +111,7 @@ def convert(
     sites, skipped = choose(model, found, layers)
     near, towers = _near(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
-    _require_window(recipe)
+    _require_parts(mechanism, options, recipe)
     if max_positions is not None:
         recipe = replace(recipe, positions=positions.plan(model, max_positions))
 
@@ -196,7 +204,7 @@ def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[
     Recipe("lot", settings)  # what does not exist is said by the name it was given
     near, towers = _near(model, "lot", sites, settings)
     recipe = Recipe("lot", {**near, **settings}, towers=towers)
-    _require_window(recipe)
+    _require_parts("lot", options, recipe)
     return recipe
 
 
@@ -204,6 +212,17 @@ def _defaults() -> dict[str, Any]:
     """The options of a mechanism that `convert` names itself."""
     parameters = inspect.signature(convert).parameters
     return {name: parameters[name].default for name in ("rank", "eps", "key_masses", "balance", "pivots")}
+
+
+def _require_alone(mechanism: str, config: object, named: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse anything beside a configuration that would contradict it."""
+    if not isinstance(config, LOTConfig):
+        raise TypeError(f"config must be a LOTConfig, got {type(config).__name__}: LOTConfig.from_options(…).")
+    if mechanism != "lot":
+        raise ValueError(f"config=… describes LOT, but the mechanism is {mechanism!r}: give its options by name.")
+    others = [name for name, default in _defaults().items() if named[name] != default] + list(options)
+    if others:
+        raise ValueError(f"config=… holds every option of LOT: put {', '.join(others)} into it.")
 
 
 def _require_module(model: object) -> None:
@@ -218,7 +237,10 @@ def _require_module(model: object) -> None:
 def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
     if takes(mechanism, "key_masses"):
-        return {**named, **LOT_DEFAULTS, **options}
+        settings = {**named, **LOT_DEFAULTS, **options}
+        if settings["solver"] != LOT_DEFAULTS["solver"] and "tol" not in options:
+            del settings["tol"]
+        return settings
     settings = dict(options)
     if takes(mechanism, "rank"):
         settings.setdefault("rank", named["rank"])
@@ -268,14 +290,13 @@ def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int)
 _SUITED: dict[WindowKind, TokenKind] = {"1d": "text", "2d": "image"}
 
 
-def _require_window(recipe: Recipe) -> None:
-    """A width of nothing is a misunderstanding."""
-    given = [recipe.options_for(tokens) for tokens in (None, *recipe.towers)]
-    if "window_size" in recipe.options and not any(options.get("window") for options in given):
-        raise ValueError(
-            f"window_size={recipe.options['window_size']} says how wide the window is, and there is none: add "
-            'window="1d" (along a text) or window="2d" (of patches), or leave window_size out.'
-        )
+def _require_parts(mechanism: str, options: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse an option whose part is in no layer, such as the width of a window where there is none."""
+    if mechanism == "lot":
+        idle = [without_part({**recipe.options_for(tokens), **options}) for tokens in (None, *recipe.towers)]
+        for name in options:
+            if all(name in missing for missing in idle):
+                raise ValueError(lacks(name, options[name]))
 
 
 def choose(

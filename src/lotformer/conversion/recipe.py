@@ -9,11 +9,13 @@ from typing import Any, get_args
 
 from torch import nn
 
+from ..attention.config import LOTConfig, without_part
 from .hosts.positions import Positions
 from .hosts.sites import TokenKind, record_of, require_converted
 from .schema import LARGEST_INTEGER, checked_options
 
-VERSION = 2  # since 2, keys inside a window do not count as far away
+VERSION = 3  # since 3, LOT is described by a nested configuration
+READABLE = (2, VERSION)  # since 2, keys inside a window do not count as far away
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Recipe:
     """What turns a model into the converted one, weights aside. Whatever it is made from, it is valid.
 
     Attributes:
-        mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments.
+        mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments; for LOT all of them, as
+            `LOTConfig.to_options` spells them out.
         layers: names of the converted attention modules, as `model.named_modules()` gives them.
         towers: options that differ where a model has layers of texts and of images: for layers that "text" reaches,
             and for those that "image" patches reach. Found by what stands before a layer, not by its name, so that a
@@ -41,16 +44,18 @@ class Recipe:
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", checked_options(self.mechanism, self.options))
+        options = checked_options(self.mechanism, self.options)
         for kind in self.towers:
             if kind not in get_args(TokenKind):
                 raise ValueError(
                     f"a tower of a lotformer recipe reads {' or '.join(get_args(TokenKind))}, got {kind!r}."
                 )
-        towers = {kind: checked_options(self.mechanism, options) for kind, options in self.towers.items()}
+        towers = {kind: checked_options(self.mechanism, own) for kind, own in self.towers.items()}
+        if self.mechanism == "lot":
+            towers = {kind: _effective({**options, **own}).to_options() for kind, own in towers.items()}
+            options = _effective(options).to_options()
+        object.__setattr__(self, "options", options)
         object.__setattr__(self, "towers", towers)
-        if self.options.get("polarize_prefix"):  # stated, because it was D^-1/2 by default once
-            object.__setattr__(self, "options", {**self.options, "prefix_beta": self.options.get("prefix_beta") or 1.0})
 
     def options_for(self, tokens: TokenKind | None) -> dict[str, Any]:
         """The options of a layer that such tokens reach; None where that is not known."""
@@ -61,7 +66,7 @@ class Recipe:
         written = {
             "version": VERSION,
             "mechanism": self.mechanism,
-            "options": _written(self.options),
+            self._key: self._described(self.options),
             "layers": list(self.layers),
         }
         if self.folded:
@@ -69,31 +74,43 @@ class Recipe:
         if self.positions is not None:
             written["positions"] = asdict(self.positions)
         if self.towers:
-            written["towers"] = {kind: _written(options) for kind, options in self.towers.items()}
+            written["towers"] = {kind: self._described(options) for kind, options in self.towers.items()}
         return written
+
+    @property
+    def _key(self) -> str:
+        return "config" if self.mechanism == "lot" else "options"
+
+    def _described(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if self.mechanism == "lot":
+            return LOTConfig.from_options(**options).to_dict()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
     @classmethod
     def from_dict(cls, written: object) -> Recipe:
         """Read what `to_dict` has written, or anything else with a clear error."""
         if not isinstance(written, dict):
             raise ValueError(f"a lotformer recipe must be a table, got {written!r}.")
-        if written.get("version") != VERSION:
+        version = written.get("version")
+        if version not in READABLE:
             raise ValueError(
-                f"a lotformer recipe of version {VERSION} is expected, got version {written.get('version')!r}: "
-                "the file is not a conversion, or was written by another version of lotformer."
+                f"a lotformer recipe of version {' or '.join(map(str, READABLE))} is expected, got version "
+                f"{version!r}: the file is not a conversion, or was written by another version of lotformer."
             )
-        if written.keys() - {"folded", "towers", "positions"} != {"version", "mechanism", "options", "layers"}:
+        nested = version == VERSION and written.get("mechanism") == "lot"
+        key = "config" if nested else "options"
+        if written.keys() - {"folded", "towers", "positions"} != {"version", "mechanism", key, "layers"}:
             raise ValueError(
-                f"a lotformer recipe holds version, mechanism, options and layers, got {', '.join(map(str, written))}."
+                f"a lotformer recipe holds version, mechanism, {key} and layers, got {', '.join(map(str, written))}."
             )
-        mechanism, options, layers = written["mechanism"], written["options"], written["layers"]
+        mechanism, options, layers = written["mechanism"], written[key], written["layers"]
         if not isinstance(mechanism, str):
             raise ValueError(f"the mechanism of a lotformer recipe must be a name, got {mechanism!r}.")
         if not isinstance(options, dict):
-            raise ValueError(f"the options of a lotformer recipe must be a table, got {options!r}.")
+            raise ValueError(f"the {key} of a lotformer recipe must be a table, got {options!r}.")
         if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
             raise ValueError(f"the layers of a lotformer recipe must be a list of names, got {layers!r}.")
-        if options.get("polarize_prefix") and options.get("prefix_beta") is None:
+        if version == 2 and options.get("polarize_prefix") and options.get("prefix_beta") is None:
             raise ValueError(
                 "a lotformer recipe with polarize_prefix must state prefix_beta: it was made when the default was "
                 "head_dim ** -0.5. Write that number into its options."
@@ -104,6 +121,9 @@ class Recipe:
         towers = written.get("towers", {})
         if not isinstance(towers, dict) or not all(isinstance(options, dict) for options in towers.values()):
             raise ValueError(f"the towers of a lotformer recipe must be tables of options, got {towers!r}.")
+        if nested:
+            options = LOTConfig.from_dict(options).to_options()
+            towers = {kind: LOTConfig.from_dict(own).to_options() for kind, own in towers.items()}
         return cls(mechanism, options, tuple(layers), folded, towers, _positions(written.get("positions")))
 
     @classmethod
@@ -155,8 +175,10 @@ def _positions(written: object) -> Positions | None:
     return Positions(*numbers)
 
 
-def _written(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+def _effective(options: Mapping[str, Any]) -> LOTConfig:
+    """The configuration of LOT without the options that have no effect, which recipes of version 2 may hold."""
+    idle = without_part(options)
+    return LOTConfig.from_options(**{name: value for name, value in options.items() if name not in idle})
 
 
 def _is_tail(end: str, name: str) -> bool:

@@ -7,11 +7,11 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from .. import attention
+from ..attention.options import plain
 
 LARGEST_INTEGER = 2**20
 """No size, count or window of a mechanism is larger. A file that says otherwise is broken or hostile."""
@@ -32,7 +32,7 @@ def checked_options(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"{mechanism!r} does not take these options: {name}.{hint} It takes {', '.join(declared) or 'none'}."
             )
-        value = _plain(value)
+        value = plain(value)
         if not _fits(value, declared[name]):
             raise ValueError(f"{name} must be {_spelled(declared[name])}, got {value!r}.")
         checked[name] = value
@@ -52,7 +52,7 @@ def _declared(mechanism: str) -> dict[str, Any]:
     return {
         name: _annotation(parameter, scope)
         for name, parameter in inspect.signature(build).parameters.items()
-        if name not in ("head_dim", "num_heads") and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in ("head_dim", "num_heads", "config") and parameter.kind is not parameter.VAR_KEYWORD
     }
 
 
@@ -62,15 +62,6 @@ def _annotation(parameter: inspect.Parameter, scope: dict[str, Any]) -> Any:
         return Any
     # the mechanism's own source, not a file's: annotations are text under `from __future__ import annotations`
     return eval(parameter.annotation, scope) if isinstance(parameter.annotation, str) else parameter.annotation
-
-
-def _plain(value: Any) -> Any:
-    """What JSON will give back: numpy's numbers become Python's, lists tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _fits(value: Any, kind: Any) -> bool:

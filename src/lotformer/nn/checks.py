@@ -19,10 +19,17 @@ def require_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
+def is_number(value: Any) -> bool:
+    """True for a finite real number; True and False are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
 def require_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     """Refuse anything but a finite number above 0, or at least 0."""
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not or_zero):
+    if not is_number(value) or value < 0 or (value == 0 and not or_zero):
         raise ValueError(f"{name} must be {'at least' if or_zero else 'above'} 0, got {value!r}.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ ConvSharing = Literal["none", "heads"]
 Sharing = Literal["none", "heads", "channels"]
 
 
+def require_convolution(kind: Any, size: Any) -> None:
+    """Refuse a convolution that cannot be built."""
+    if kind not in get_args(ConvKind):
+        raise ValueError(f"local_conv must be None, '1d' or '2d', got {kind!r}.")
+    require_count("kernel_size", size)
+    if size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that the output keeps its length; got {size}.")
+
+
 class DepthwiseMixing(nn.Module):
     """A depthwise convolution of the values `(B, H, N, D)`, to be added to the output of the heads.
 
@@ -30,11 +39,7 @@ class DepthwiseMixing(nn.Module):
 
     def __init__(self, channels: int, kind: ConvKind, kernel_size: int = 3, *, sharing: Sharing = "none") -> None:
         super().__init__()
-        if kind not in get_args(ConvKind):
-            raise ValueError(f"local_conv must be None, '1d' or '2d', got {kind!r}.")
-        require_count("kernel_size", kernel_size)
-        if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that the output keeps its length; got {kernel_size}.")
+        require_convolution(kind, kernel_size)
         if sharing not in get_args(Sharing):
             raise ValueError(f"sharing must be one of {', '.join(map(repr, get_args(Sharing)))}, got {sharing!r}.")
         if sharing == "channels" and kind == "2d":

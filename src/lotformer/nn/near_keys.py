@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,15 @@ from .key_masses import mean_of_real
 from .undecayed import Undecayed
 
 WindowKind = Literal["1d", "2d"]
+
+
+def require_window(kind: Any, size: Any) -> None:
+    """Refuse a window that cannot be built."""
+    if kind not in get_args(WindowKind):
+        raise ValueError(f"window must be None, '1d' or '2d', got {kind!r}.")
+    require_count("window_size", size)
+    if size % 2 == 0:
+        raise ValueError(f"window_size must be odd, so that a token is in the middle; got {size}.")
 
 
 class NearKeys(nn.Module):
@@ -42,11 +51,7 @@ class NearKeys(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, kind: WindowKind, size: int = 3) -> None:
         super().__init__()
-        if kind not in get_args(WindowKind):
-            raise ValueError(f"window must be None, '1d' or '2d', got {kind!r}.")
-        require_count("window_size", size)
-        if size % 2 == 0:
-            raise ValueError(f"window_size must be odd, so that a token is in the middle; got {size}.")
+        require_window(kind, size)
         self.kind = kind
         self.size = size
         self.direction = Undecayed(num_heads, head_dim)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from .. import ops
 from ..ops.plain.pooling import pool_by_scores
-from .checks import require_moderate
+from .checks import is_number, require_moderate
 from .padding import zero_padding
 from .softmax import fused_softmax
 
+DEFAULT_POWERS = (1.0, 0.5)
 _LARGEST_POWER = 8  # of scores of thousands, in fp32
+
+
+def require_rows(beta: Any, powers: Any) -> None:
+    """Refuse a temperature or powers that no softmax survives."""
+    if beta is not None:
+        require_moderate("prefix_beta", beta)
+    two = isinstance(powers, tuple | list) and len(powers) == 2
+    if not two or not all(is_number(power) and 0 < power <= _LARGEST_POWER for power in powers):
+        raise ValueError(
+            f"the powers of polarisation must be two numbers above 0, at most {_LARGEST_POWER}, got {powers}."
+        )
 
 
 class PrefixRows(nn.Module):
@@ -28,15 +42,10 @@ class PrefixRows(nn.Module):
     """
 
     def __init__(
-        self, beta: float | None = None, *, polarize: bool = False, powers: tuple[float, float] = (1.0, 0.5)
+        self, beta: float | None = None, *, polarize: bool = False, powers: tuple[float, float] = DEFAULT_POWERS
     ) -> None:
         super().__init__()
-        if beta is not None:
-            require_moderate("prefix_beta", beta)
-        if len(powers) != 2 or not all(0 < power <= _LARGEST_POWER for power in powers):
-            raise ValueError(
-                f"the powers of polarisation must be two numbers above 0, at most {_LARGEST_POWER}, got {powers}."
-            )
+        require_rows(beta, powers)
         self.beta = beta
         self.polarize = polarize
         self.powers = powers

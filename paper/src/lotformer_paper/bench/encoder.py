@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer import conversion
+from lotformer.attention import Sinkhorn
 from lotformer.attention.lot import LOT
 from lotformer.cli.tables import Table
 from lotformer.conversion.hosts.sites import converted, mechanism_of
@@ -147,8 +148,9 @@ def _require_agreement(model: nn.Module) -> None:
     for lot in [m for m in mechanisms if isinstance(m, LOT)][:1]:
         eps = lot.eps if isinstance(lot.eps, float) else float(lot.eps.min())
         check_backend(
-            lot.backend, rank=lot.pivots.rank, head_dim=lot.head_dim, heads=lot.num_heads, n=SAMPLE, eps=eps,
-            iters=lot.iters, backward=False, solver=lot.solver, balance=lot.balance,
+            lot.config.backend, rank=lot.pivots.rank, head_dim=lot.head_dim, heads=lot.num_heads, n=SAMPLE, eps=eps,
+            iters=lot.config.solver.sweeps if isinstance(lot.config.solver, Sinkhorn) else 5, backward=False,
+            solver=lot.config.solver.name, balance=lot.config.balance,
             scores=lot.why_formed() == "it is folded already",
         )  # fmt: skip
 

@@ -132,7 +132,7 @@ def test_rows_of_lot_differ_in_what_they_impose(listops, row, balance, solver):
     task = LongRange(settings, listops)
     model = task.build_model().eval()
     lots = [module for module in model.modules() if isinstance(module, LOT)]
-    assert {(lot.balance, lot.solver) for lot in lots} == {(balance, solver)}
+    assert {(lot.config.balance, lot.config.solver.name) for lot in lots} == {(balance, solver)}
     assert settings.local_mixing == row.endswith("+dwc")
     if balance == "none":
         assert max(task.residuals(model)) > 1e-2  # columns are uneven, and told as such

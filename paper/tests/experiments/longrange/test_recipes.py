@@ -36,7 +36,7 @@ def test_the_papers_values_are_the_defaults(task):
     lot = build_model(settings).blocks[0].attn.mechanism
     assert lot.eps == options["eps"]
     assert lot.pivots.mass_temperature == options["mass_temperature"]
-    assert lot.iters == 5
+    assert lot.config.solver.sweeps == 5
 
 
 @pytest.mark.parametrize("task", SKYFORMER)

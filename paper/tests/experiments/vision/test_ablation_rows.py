@@ -37,7 +37,7 @@ def test_every_row_runs_forward_and_backward(name: str) -> None:
 def test_the_last_rows_of_the_ladder_differ_in_what_is_balanced(name: str, balance: str) -> None:
     vit = model(ladder.ROWS[f"lot-cls-pola-dwc-{name}"]).eval()
     [lot] = [module for module in vit.modules() if isinstance(module, LOT)]
-    assert lot.balance == balance
+    assert lot.config.balance == balance
     with torch.no_grad(), couplings_watched(vit) as residuals:
         vit(10 * torch.randn(2, 3, 16, 16))
     [error] = residuals.values()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ...attention import Attention
+from ...attention.config import Newton, Sinkhorn
 from ...attention.lot import LOT
 
 
@@ -16,17 +18,19 @@ class ExactShare:
     """
 
     def __init__(self, mechanisms: Iterable[Attention], steps: int, share: float) -> None:
-        self.switched = [m for m in mechanisms if isinstance(m, LOT) and m.solver == "newton"]
+        self.switched = [
+            (m, m.config) for m in mechanisms if isinstance(m, LOT) and isinstance(m.config.solver, Newton)
+        ]
         self.start = math.floor((1 - share) * steps)
 
     def at(self, step: int) -> None:
         """Set the solver for a step, counted from 0."""
-        for mechanism in self.switched:
-            mechanism.solver = "newton" if step >= self.start else "sinkhorn"
+        for mechanism, exact in self.switched:
+            mechanism.config = exact if step >= self.start else replace(exact, solver=Sinkhorn())
 
     def restore(self) -> None:
-        for mechanism in self.switched:
-            mechanism.solver = "newton"
+        for mechanism, exact in self.switched:
+            mechanism.config = exact
 
     def reached(self, step: int) -> bool:
         """Whether exact solves have had a turn after `step` steps, or there are none to wait for."""

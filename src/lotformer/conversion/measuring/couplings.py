@@ -92,7 +92,7 @@ def couplings_watched(model: nn.Module) -> Iterator[dict[str, float]]:
     def note(name: str, mechanism: LOT, called: _Call) -> None:
         if called.has_plan(mechanism):
             plan = called.plan(mechanism)
-            worst = plan.doubly_stochastic_error() if mechanism.balance == "none" else plan.residual()
+            worst = plan.doubly_stochastic_error() if mechanism.config.balance == "none" else plan.residual()
             missed[name] = float(worst.max())
 
     with _watched({name: module for name, module in model.named_modules() if isinstance(module, LOT)}, note):

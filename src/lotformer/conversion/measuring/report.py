@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...attention.config import OPTIONS
 from ..hosts.positions import Positions
 
 
@@ -60,9 +61,10 @@ class ConversionReport:
         return sum(layer.parameters_added for layer in self.layers)
 
     def __str__(self) -> str:
-        options = _spelled(self.options)
+        options = _spelled(_notable(self.mechanism, self.options))
         for tokens, own in self.towers.items():
-            options += f"; where {tokens} is read: {_spelled(own)}"
+            differing = {name: value for name, value in own.items() if self.options.get(name, _ABSENT) != value}
+            options += f"; where {tokens} is read: {_spelled(differing)}"
         lines = [
             f"{self.model}: {_counted(len(self.converted), 'attention layer')} now use {self.mechanism!r} ({options}), "
             f"{self.parameters_added:,} parameters added"
@@ -89,6 +91,16 @@ class ConversionReport:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+_ABSENT = object()
+
+
+def _notable(mechanism: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The rank, and what differs from LOT's defaults; for other mechanisms all that was given."""
+    if mechanism != "lot":
+        return options
+    return {n: v for n, v in options.items() if n == "rank" or n not in OPTIONS or v != OPTIONS[n].default}
 
 
 def _spelled(options: dict[str, Any]) -> str:
