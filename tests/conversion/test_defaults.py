@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 
 import lotformer
 from lotformer.conversion import recipe
-from lotformer.conversion.hosts.sites import converted
+from lotformer.conversion.hosts.sites import converted, mechanism_of
 from lotformer_paper.experiments.forms import WIDE
 from support.small_models import SMALL
 
@@ -98,9 +99,24 @@ def test_the_form_that_experiments_call_wide_is_the_default():
 )
 def test_a_width_of_no_window_is_an_error(kind, options):
     model = SMALL[kind].build()
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="window_size=9 needs a window"):
         lotformer.convert(model, rank=3, window_size=9, **options)
     assert not converted(model)
+
+
+def test_presets_are_what_convert_chooses():
+    text, image = lotformer.LOTConfig.for_text(), lotformer.LOTConfig.for_images()
+    assert asked("bert") == replace(text, rank=3).to_options()
+    assert asked("timm-vit") == replace(image, rank=3).to_options()
+
+
+@pytest.mark.parametrize("kind", ["bert", "timm-vit"])
+def test_a_configuration_is_taken_as_it_is(kind):
+    config = lotformer.LOTConfig(rank=3)
+    model = SMALL[kind].build()
+    report = lotformer.convert(model, config=config)
+    assert report.options == recipe(model).options == config.to_options()
+    assert all(mechanism_of(module).config == config for _, module in converted(model))
 
 
 def test_what_was_asked_for_wins():

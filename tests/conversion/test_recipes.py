@@ -19,13 +19,21 @@ from support.small_models import SMALL, output, torch_encoder
 
 GOOD = {"version": 2, "mechanism": "lot", "options": {"rank": 5}, "layers": ["encoder.layer.0.attention.self"]}
 
+NESTED = {**GOOD, "version": 3, "config": {"rank": 5}}
+del NESTED["options"]
+
+
+def nested(**config):
+    return {**NESTED, "config": config}
+
+
 STRANGE = {
     "text": ("v1", "must be a table, got 'v1'"),
     "number": (3, "must be a table, got 3"),
-    "empty": ({}, "version 2 is expected, got version None"),
+    "empty": ({}, "version 2 or 3 is expected, got version None"),
     "list": ([GOOD], "must be a table"),
-    "older": ({**GOOD, "version": 1}, "version 2 is expected, got version 1"),
-    "newer": ({**GOOD, "version": 3}, "version 2 is expected, got version 3"),
+    "older": ({**GOOD, "version": 1}, "version 2 or 3 is expected, got version 1"),
+    "newer": ({**GOOD, "version": 4}, "version 2 or 3 is expected, got version 4"),
     "a key too many": ({**GOOD, "code": "x"}, "holds version, mechanism, options and layers"),
     "a mechanism that is no name": ({**GOOD, "mechanism": ["lot"]}, "must be a name"),
     "an unknown mechanism": ({**GOOD, "mechanism": "lott"}, "Unknown mechanism 'lott'"),
@@ -41,6 +49,16 @@ STRANGE = {
     "a boolean rank": ({**GOOD, "options": {"rank": True}}, "rank must be an integer"),
     "an infinite eps": ({**GOOD, "options": {"eps": float("inf")}}, "eps must be a finite number"),
     "an eps in words": ({**GOOD, "options": {"eps": "small"}}, "eps must be a finite number"),
+    "flat options in the newest version": ({**GOOD, "version": 3}, "holds version, mechanism, config and layers"),
+    "a configuration of old": ({**NESTED, "version": 2}, "holds version, mechanism, options and layers"),
+    "a configuration that is no table": ({**NESTED, "config": [1]}, "config of a lotformer recipe must be a table"),
+    "an option of no part": (nested(window_size=9), "a LOTConfig holds rank, .*, got window_size"),
+    "a window without a kind": (nested(window={"size": 9}), "the window of a LOTConfig must hold kind"),
+    "a window in a word": (nested(window="1d"), "the window of a LOTConfig must be a table, got '1d'"),
+    "a solver in a word": (nested(solver="newton"), "the solver must be one of 'sinkhorn', 'newton', got None"),
+    "sweeps of newton": (nested(solver={"name": "newton", "sweeps": 3}), "solver of a LOTConfig holds tol, got sweeps"),
+    "a huge nested rank": (nested(rank=10**7), "rank must be an integer of at most 1,048,576, got 10000000"),
+    "a number beyond floats": (nested(eps=10**400), "eps must be above 0, got 1000"),
     "an unknown choice": ({**GOOD, "options": {"solver": "magic"}}, "solver must be one of 'sinkhorn', 'newton'"),
 }
 
@@ -80,13 +98,13 @@ class TestStrangers:
 
 
 SENSELESS = {
-    "a negative tolerance": ({"tol": -1.0}, "tol must be a number between 0 and 1"),
-    "a tolerance of one": ({"tol": 1.0}, "tol must be a number between 0 and 1"),
+    "a negative tolerance": ({"solver": "newton", "tol": -1.0}, "tol must be a number between 0 and 1"),
+    "a tolerance of one": ({"solver": "newton", "tol": 1.0}, "tol must be a number between 0 and 1"),
     "a huge scale": ({"scale": 1e300}, "scale must be of a size between 1e-06 and 1e"),
     "a scale of zero": ({"scale": 0.0}, "scale must be above 0"),
     "a huge eps": ({"eps": 1e308}, "eps must be between 1e-06 and 1e"),
     "a tiny eps": ({"eps": 1e-308}, "eps must be between 1e-06"),
-    "no sweep": ({"iters": 0}, "iters must be at least 1"),
+    "no sweep": ({"solver": "sinkhorn", "iters": 0}, "iters must be at least 1"),
     "an unknown backend": ({"backend": "nonsense"}, "backend must be None or one of 'cpu', 'triton', 'reference'"),
     "a tiny temperature": ({"mass_temperature": 1e-300}, "mass_temperature must be between"),
     "a huge beta": ({"prefix_tokens": 1, "prefix_beta": 1e300}, "prefix_beta must be between"),
@@ -95,6 +113,12 @@ SENSELESS = {
         "the powers of polarisation must be",
     ),
 }
+
+
+def changed(recipe, options):
+    """The recipe in the form of version 2, in which every option can be written down."""
+    flat = lotformer.LOTConfig.from_dict(recipe["config"]).to_options()
+    return {"version": 2, "mechanism": "lot", "options": flat | options, "layers": recipe["layers"]}
 
 
 @pytest.mark.parametrize("kind", SENSELESS)
@@ -108,7 +132,7 @@ class TestSenseless:
 
     def test_in_a_config(self, kind, folder):
         options, message = SENSELESS[kind]
-        path = folder(lambda recipe: recipe | {"options": recipe["options"] | options})
+        path = folder(lambda recipe: changed(recipe, options))
         with pytest.raises(ValueError, match=rf"'lotformer' in the config of .*{message}"):
             transformers.BertModel.from_pretrained(path)
 
@@ -119,8 +143,7 @@ class TestSenseless:
         conversion.save(model, path)
         with safe_open(path, "pt") as file:
             recipe = json.loads(file.metadata()["lotformer"])
-        recipe["options"] |= options
-        save_file(load_file(path), path, {"lotformer": json.dumps(recipe)})
+        save_file(load_file(path), path, {"lotformer": json.dumps(changed(recipe, options))})
         fresh = torch_encoder()
         before = output(fresh, batch)
         with pytest.raises(ValueError, match=message):
@@ -133,7 +156,7 @@ class TestShapes:
     """The recipe asks for mechanisms that are not the ones in the file: refused before they are built."""
 
     def test_of_a_checkpoint(self, folder):
-        path = folder(lambda recipe: recipe | {"options": recipe["options"] | {"rank": 2**20}})
+        path = folder(lambda recipe: recipe | {"config": recipe["config"] | {"rank": 2**20}})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(ValueError, match=r"recipe and weights in .* disagree: .*pivots.* has the shape \(3, 5"):
             transformers.BertModel.from_pretrained(path)
@@ -156,7 +179,7 @@ class TestShapes:
             recipe = json.loads(file.metadata()["lotformer"])
         state = load_file(path)
         if change == "rank":
-            recipe["options"]["rank"] = 2**20
+            recipe["config"]["rank"] = 2**20
         elif change == "missing":
             del state[next(name for name in state if ".mechanism." in name)]
         elif change == "unexpected":
@@ -197,7 +220,8 @@ def test_every_mechanism_survives_json(name):
 
 
 def test_tuples_survive_json():
-    recipe = Recipe("lot", {"prefix_tokens": 1, "polarize_powers": (1.0, 2.0)}, ("a",))
+    options = {"prefix_tokens": 1, "polarize_prefix": True, "polarize_powers": (1.0, 2.0)}
+    recipe = Recipe("lot", options, ("a",))
     assert Recipe.from_json(recipe.to_json()).options["polarize_powers"] == (1.0, 2.0)
 
 
@@ -205,10 +229,158 @@ def test_a_polarised_prefix_states_its_temperature():
     recipe = Recipe("lot", {"prefix_tokens": 1, "polarize_prefix": True}, ("a",))
     assert recipe.options["prefix_beta"] == 1.0
     assert Recipe.from_json(recipe.to_json()) == recipe
-    old = recipe.to_dict()
-    del old["options"]["prefix_beta"]
+    old = {"version": 2, "mechanism": "lot", "layers": ["a"]}
     with pytest.raises(ValueError, match="must state prefix_beta"):
-        Recipe.from_dict(old)
+        Recipe.from_dict({**old, "options": {"prefix_tokens": 1, "polarize_prefix": True}})
+
+
+VERSION_2 = {
+    "defaults": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+        },
+        342.3756200357748,
+    ),
+    "sweeps kept beside newton": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "iters": 20,
+        },
+        342.3756200357748,
+    ),
+    "sinkhorn": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "sinkhorn",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "iters": 3,
+        },
+        342.37977853929624,
+    ),
+    "pola": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "prefix_tokens": 1,
+            "polarize_prefix": True,
+            "polarize_powers": [2.0, 0.5],
+            "prefix_beta": 1.0,
+        },
+        351.6671424496453,
+    ),
+    "idle": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "kernel_size": 5,
+            "prefix_beta": 2.0,
+            "prefix_tokens": 0,
+            "window": None,
+        },
+        342.3756200357748,
+    ),
+    "conv": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "local_conv": "1d",
+        },
+        340.3298421376385,
+    ),
+    "wide": (
+        {
+            "window": "1d",
+            "window_size": 7,
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "query-aware",
+            "balance": "keys",
+            "pivots": "input-aware",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "prefix_tokens": 2,
+        },
+        346.2125776677858,
+    ),
+    "uniform": (
+        {
+            "rank": 5,
+            "eps": 0.1,
+            "key_masses": "uniform",
+            "balance": "both",
+            "pivots": "fixed",
+            "solver": "newton",
+            "tol": 1e-05,
+            "pivot_init": "small",
+            "scale": 0.5,
+            "learn_eps": True,
+        },
+        327.8967750114389,
+    ),
+}
+"""Options of recipes that version 2 wrote for a seeded encoder, and the sum of the sizes of its outputs there."""
+
+
+@pytest.mark.parametrize("kind", VERSION_2)
+def test_a_recipe_of_version_2_gives_the_same_outputs(kind, tmp_path):
+    options, total = VERSION_2[kind]
+    old = {"version": 2, "mechanism": "lot", "options": options, "layers": ["layers.0.self_attn", "layers.1.self_attn"]}
+    config = lotformer.LOTConfig.from_options(**Recipe.from_dict(old).options)
+    torch.manual_seed(0)
+    model = torch_encoder().eval()
+    torch.manual_seed(1)
+    lotformer.convert(model, config=config)
+    recipe = conversion.recipe(model)
+    assert recipe == Recipe.from_dict(old)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+    batch = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2))
+    expected = output(model, batch)
+    assert float(expected.double().abs().sum()) == pytest.approx(total, rel=1e-6)
+    conversion.save(model, tmp_path / "model.safetensors")
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "old.safetensors", {"lotformer": json.dumps(old)})
+    torch.manual_seed(0)
+    again = torch_encoder().eval()
+    conversion.load(again, tmp_path / "old.safetensors")
+    assert torch.equal(output(again, batch), expected)
 
 
 class TestCalls:
@@ -245,6 +417,24 @@ class TestCalls:
         with pytest.raises(ValueError, match=message):
             lotformer.convert(model, **options)
         assert torch.equal(output(model, batch), before)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"iters": 20}, 'iters=20 needs sweeps: solver="sinkhorn"'),
+            ({"solver": "sinkhorn", "tol": 1e-5}, "tol=1e-05 needs the exact solver"),
+            ({"kernel_size": 4}, "kernel_size=4 needs a convolution"),
+            ({"prefix_beta": 2.0}, "prefix_beta=2.0 needs a prefix"),
+            ({"config": lotformer.LOTConfig(), "rank": 8}, "config=… holds every option of LOT: put rank into it"),
+            ({"config": lotformer.LOTConfig(), "window": "1d"}, "put window into it"),
+            ({"config": lotformer.LOTConfig(), "mechanism": "performer"}, "describes LOT, but .* 'performer'"),
+        ],
+    )
+    def test_options_without_their_part(self, options, message):
+        model = torch_encoder()
+        with pytest.raises(ValueError, match=message):
+            lotformer.convert(model, **options)
+        assert not any(".mechanism" in name for name, _ in model.named_modules())
 
     def test_numbers_of_numpy_are_numbers(self, tmp_path):
         model = torch_encoder()

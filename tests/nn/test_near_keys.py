@@ -128,7 +128,7 @@ def test_only_what_is_softmax_says_so() -> None:
     assert not says(6, prefix_tokens=1, polarize_prefix=True)
     assert not says(6, prefix_tokens=1, prefix_beta=2.0)
     assert not says(5, local_conv="1d")
-    assert not says(5, window=None)
+    assert not LOT(8, 2, key_masses="query-aware").is_softmax(5)
     assert says(25, window="2d")
     assert says(20, (4, 5), window="2d")
     assert not says(20, (2, 10), window="2d")

@@ -54,6 +54,7 @@ class Recipe:
         if self.mechanism == "lot":
             towers = {kind: _effective({**options, **own}).to_options() for kind, own in towers.items()}
             options = _effective(options).to_options()
+            towers = {kind: own for kind, own in towers.items() if own != options}
         object.__setattr__(self, "options", options)
         object.__setattr__(self, "towers", towers)
 
