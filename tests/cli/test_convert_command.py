@@ -130,13 +130,20 @@ class TestConvertCommand:
 
     def test_the_window_is_as_wide_as_asked_for(self, checkpoint, tmp_path):
         command = [checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--window-size", 7]
-        code, said = run(*command, "--no-window")
+        code, said = run(*command, "--window", "none")
         assert code != 0
-        assert "give one of them" in " ".join(said.split())
+        assert "--window-size 7 needs a window: --window 1d or --window 2d" in " ".join(said.split())
         code, said = run(*command)
         assert code == 0, said
         model = transformers.AutoModel.from_pretrained(tmp_path / "out")
         assert {mechanism_of(module).near.size for _, module in converted(model)} == {7}
+
+    def test_a_window_may_be_left_out(self, checkpoint, tmp_path):
+        command = [checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--window", "none"]
+        code, said = run(*command)
+        assert code == 0, said
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+        assert all(mechanism_of(module).near is None for _, module in converted(model))
 
     def test_pivots_may_see_the_input(self, checkpoint, tmp_path):
         code, said = run(checkpoint, "--out", tmp_path / "out", "--rank", 4, "--steps", 0, "--pivots", "input-aware")
@@ -167,17 +174,18 @@ class TestConvertCommand:
         assert "Traceback" not in said
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "status", "message"),
         [
-            (["--mechanism", "lott"], "Did you mean 'lot'"),
-            (["--rank", "0"], "rank must be at least 1"),
-            (["--key-masses", "heavy"], "key_masses must be one of"),
+            (["--mechanism", "lott"], 1, "Did you mean 'lot'"),
+            (["--rank", "0"], 1, "rank must be at least 1"),
+            (["--key-masses", "heavy"], 2, "key_masses must be one of"),
+            (["--window", "3d"], 2, "window must be one of"),
         ],
-        ids=["mechanism", "rank", "masses"],
+        ids=["mechanism", "rank", "masses", "window"],
     )
-    def test_wrong_options_are_named(self, checkpoint, tmp_path, options, message):
+    def test_wrong_options_are_named(self, checkpoint, tmp_path, options, status, message):
         code, said = run(checkpoint, "--out", tmp_path / "out", *options)
-        assert code == 1
+        assert code == status
         assert message in said
 
     @pytest.mark.parametrize("source", ["no_such_package", "/no/such/folder", "[/]", "[red]x[/]"])

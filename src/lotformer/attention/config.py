@@ -20,7 +20,24 @@ from ..ops.problem import Balance, Solver
 from .config_parts import LocalConv, Newton, Part, Pivots, Prefix, Sinkhorn, Window, flat_name, lacks
 from .options import Option, option, plain, require_one_of, with_field_docs
 
-__all__ = ["OPTIONS", "LOTConfig", "LocalConv", "Newton", "Pivots", "Prefix", "Sinkhorn", "Window", "without_part"]
+__all__ = [
+    "IMAGE_WINDOW",
+    "OPTIONS",
+    "TEXT_WINDOW",
+    "LOTConfig",
+    "LocalConv",
+    "Newton",
+    "Pivots",
+    "Prefix",
+    "Sinkhorn",
+    "Window",
+    "without_part",
+]
+
+
+TEXT_WINDOW, IMAGE_WINDOW = 129, 9
+"""Width of the window for checkpoints, in tokens along a text and in patches a side. Wider ones take a few percent of
+the time of a whole model; what they are worth is in docs/conversion.md."""
 
 
 @with_field_docs
@@ -35,7 +52,7 @@ class LOTConfig(Part):
     rank: int = option("number of pivots R, which bounds the rank of the attention matrix; the cost is O(N·R).", 32)
     eps: float = option("entropic regularisation ε, above 0; small is sharp.", 1.0)
     solver: Sinkhorn | Newton = option(
-        '`Sinkhorn` ("sinkhorn") runs a fixed number of sweeps, right at ε ≈ 1; `Newton` ("newton") solves to `tol`, '
+        '"sinkhorn" (`Sinkhorn`) runs a fixed number of sweeps, right at ε ≈ 1; "newton" (`Newton`) solves to `tol`, '
         "right for small ε and for exact column sums.",
         Sinkhorn(),
     )
@@ -109,7 +126,7 @@ class LOTConfig(Part):
             balance="keys",
             pivots=Pivots("input-aware", "small"),
             key_masses="query-aware",
-            window=Window("1d", 129),
+            window=Window("1d", TEXT_WINDOW),
         )
 
     @classmethod
@@ -121,7 +138,7 @@ class LOTConfig(Part):
         for the same reasons; this is what `convert` gives images.
         """
         prefix = Prefix(special_tokens) if special_tokens else None
-        return replace(cls.for_text(), prefix=prefix, window=Window("2d", 9))
+        return replace(cls.for_text(), prefix=prefix, window=Window("2d", IMAGE_WINDOW))
 
     @classmethod
     def of(cls, config: LOTConfig | None, options: Mapping[str, Any]) -> LOTConfig:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from torch import Tensor
 
 from .. import conversion
+from ..attention.config import OPTIONS
 from ..conversion.api import WINDOW_SIZES
 from ..conversion.measuring.fidelity import fidelity
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
 from ..data.checkpoints import checkpoint_root, encoder_part
 from ..files import new_folder, require_writable, write_text
+from ..nn.key_masses import KeyMassKind
+from ..nn.pivot_pooling import PivotKind
+from ..ops.problem import Balance
 from ..settings import Settings, setting
 from .settings import with_settings
 from .subjects import Subject, open_subject
@@ -32,24 +37,27 @@ def _default(function: Callable[..., Any], name: str) -> Any:
     return inspect.signature(function).parameters[name].default
 
 
+def _meaning(option: str) -> str:
+    """The explanation of an option of LOT, for a terminal."""
+    text = re.sub(r" \(`\w+`\)", "", OPTIONS[option].text)
+    return text[0].upper() + text[1:]
+
+
 @dataclass(frozen=True)
 class ConvertSettings(Settings):
     """Defaults are the library's own."""
 
     mechanism: str = setting("lot", "Name of the mechanism, as in `lotformer zoo`.")
-    rank: int = setting(_default(conversion.convert, "rank"), "Pivots per head.")
-    eps: float = setting(_default(conversion.convert, "eps"), "Entropic regularisation of LOT.")
-    key_masses: str = setting(
-        _default(conversion.convert, "key_masses"), "uniform (doubly stochastic), linear or query-aware."
+    rank: int = setting(_default(conversion.convert, "rank"), _meaning("rank"))
+    eps: float = setting(_default(conversion.convert, "eps"), _meaning("eps"))
+    key_masses: KeyMassKind = setting(_default(conversion.convert, "key_masses"), _meaning("key_masses"))
+    balance: Balance = setting(_default(conversion.convert, "balance"), _meaning("balance"))
+    pivots: PivotKind = setting(_default(conversion.convert, "pivots"), _meaning("pivots"))
+    window: Literal["1d", "2d", "none"] | None = setting(
+        None,
+        "Neighbours that tokens read by softmax: 1d along a text, 2d on the grid of patches; none is transport alone. "
+        "By default what suits the tokens.",
     )
-    balance: str = setting(
-        _default(conversion.convert, "balance"), "Which sums LOT imposes: both, keys (half the work) or none."
-    )
-    pivots: str = setting(
-        _default(conversion.convert, "pivots"),
-        "Pivots of LOT: input-aware, or fixed (faster, further from the original).",
-    )
-    window: bool = setting(True, "Let LOT read the nearest and the special tokens by softmax; off is transport alone.")
     window_size: int | None = setting(
         None,
         "Width of that window, odd; {text} tokens or {image} patches a side by default.".format(**WINDOW_SIZES),
@@ -106,8 +114,8 @@ def convert(
 def _require_window(settings: ConvertSettings) -> None:
     if settings.window_size is None:
         return
-    if not settings.window:
-        raise ValueError("--window-size says how wide the window is that --no-window takes away: give one of them.")
+    if settings.window == "none":
+        raise ValueError(f"--window-size {settings.window_size} needs a window: --window 1d or --window 2d.")
     if settings.window_size % 2 == 0:
         raise ValueError(f"--window-size must be odd, so that a token is in the middle; got {settings.window_size}.")
 
@@ -162,9 +170,11 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
             options[name] = getattr(settings, name)
     if settings.max_positions is not None:
         options["max_positions"] = settings.max_positions
-    if not settings.window:
+    if settings.window == "none":
         options |= {"window": None, "prefix_tokens": 0}
-    elif settings.window_size is not None:
+    elif settings.window is not None:
+        options["window"] = settings.window
+    if settings.window_size is not None:
         options["window_size"] = settings.window_size
     before = _Comparison(subject) if steps else None
     say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))

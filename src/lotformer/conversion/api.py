@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..attention.config import LOTConfig, without_part
+from ..attention.config import IMAGE_WINDOW, TEXT_WINDOW, LOTConfig, without_part
 from ..attention.config_parts import lacks
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
@@ -31,9 +31,8 @@ from .swapping import Located, put_in, take_out
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
 
-WINDOW_SIZES: dict[TokenKind, int] = {"text": 129, "image": 9}
-"""How wide the window is by default, in tokens along a text and in patches a side. Wider ones take a few percent of the
-time of a whole model; what they are worth is in docs/conversion.md."""
+WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW}
+"""How wide the window is by default, in tokens along a text and in patches a side."""
 
 
 def convert(
