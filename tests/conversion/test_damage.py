@@ -176,7 +176,7 @@ class TestGaps:
         model.save_pretrained(tmp_path)
         save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
         config = json.loads((tmp_path / "config.json").read_text())
-        config["lotformer"]["options"]["rank"] = rank
+        config["lotformer"]["config"]["rank"] = rank
         (tmp_path / "config.json").write_text(json.dumps(config))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(ValueError, match=r"disagree: the files do not hold .*\.mechanism\..* and \d+ more"):
