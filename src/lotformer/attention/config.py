@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from ..nn.checks import is_number, require_count, require_moderate
+from ..nn.checks import require_count, require_moderate, require_probability
 from ..nn.key_masses import KeyMassKind
 from ..ops.backends import names
 from ..ops.problem import Balance, Solver
@@ -84,8 +84,7 @@ class LOTConfig(Part):
             require_moderate("scale", self.scale, signed=True)
         require_one_of("balance", self.balance, Balance)
         require_one_of("key_masses", self.key_masses, KeyMassKind)
-        if not (is_number(self.dropout) and 0 <= self.dropout < 1):
-            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout}.")
+        require_probability("dropout", self.dropout)
         known = names()
         if self.backend is not None and self.backend not in known:
             raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {self.backend!r}.")

@@ -46,5 +46,5 @@ def require_moderate(
 
 def require_probability(name: str, value: Any) -> None:
     """Refuse anything but a number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
