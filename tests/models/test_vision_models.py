@@ -189,7 +189,7 @@ def test_the_authors_code_convolves_by_large_filters_that_heads_share(name: str)
     layers = [part for part in model.modules() if isinstance(part, attention.entry("lot").build)]
     assert layers
     assert all(tuple(part.local.conv.weight.shape) == (part.head_dim, 1, 5, 5) for part in layers)
-    assert all(part.iters == 2 for part in layers)
+    assert all(part.config.solver.sweeps == 2 for part in layers)
     assert model(images()).isfinite().all()
     pickle.loads(pickle.dumps(model))
 
