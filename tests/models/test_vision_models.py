@@ -194,6 +194,13 @@ def test_the_authors_code_convolves_by_large_filters_that_heads_share(name: str)
     pickle.loads(pickle.dumps(model))
 
 
+def test_a_configuration_is_taken_as_it_is() -> None:
+    config = lotformer.LOTConfig(rank=4, prefix=attention.Prefix(1), window=attention.Window("2d", 3))
+    model = small("lot_vit_half", attention_options={"config": config})
+    assert all(block.attn.mechanism.config == config for block in model.blocks)
+    assert model(images()).isfinite().all()
+
+
 def test_without_a_softmax_prefix_every_token_is_coupled() -> None:
     model = small("lot_vit_half", softmax_prefix=False)
     q = torch.randn(2, 3, 17, 8)

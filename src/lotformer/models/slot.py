@@ -79,7 +79,7 @@ class ImageAttention(AttentionLayer):
         num_tokens: Callable[[], int | Grid | None] | int | Grid | None = None,
         **words: Any,
     ) -> None:
-        if mechanism == "lot":
+        if mechanism == "lot" and "config" not in words:
             words["prefix_tokens"] = prefix_tokens
         if _has_positions(mechanism):
             words["num_tokens"] = num_tokens() if callable(num_tokens) else num_tokens
@@ -105,14 +105,15 @@ def image_attention(
 
     LOT gets the paper's best setting: 32 pivots; where special tokens read by softmax, with polarised scores; and a
     2-D convolution of the patches, unless special tokens are among what is coupled. Softmax attention needs no prefix:
-    its special tokens read by softmax already. FLatten and PolaFormer get their positions of the keys.
+    its special tokens read by softmax already. FLatten and PolaFormer get their positions of the keys. `config=` in the
+    options is LOT's whole configuration, its prefix included: `LOTConfig(prefix=Prefix(1))` for a model with [CLS].
 
     Args:
         grid: the `(rows, columns)` of the patches, or a function that is asked when a layer is built.
     """
     prefix_tokens = special_tokens if softmax_prefix and mechanism != "softmax" else 0
     chosen: dict[str, Any] = {}
-    if mechanism == "lot":
+    if mechanism == "lot" and "config" not in (options or {}):
         chosen["rank"] = 32
         chosen["polarize_prefix"] = prefix_tokens > 0
         chosen["local_conv"] = "2d" if prefix_tokens == special_tokens else None
