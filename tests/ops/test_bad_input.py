@@ -146,8 +146,8 @@ LAYER_WRONG = {
     "unknown solver": ({"solver": "magic"}, "solver must be one of 'sinkhorn', 'newton', got 'magic'"),
     "no sweep": ({"iters": 0}, "iters must be at least 1, got 0"),
     "dropout of one": ({"attn_drop": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
-    "negative prefix": ({"prefix_tokens": -1}, "prefix_tokens must be at least 0"),
-    "polarised nothing": ({"polarize_prefix": True}, "polarize_prefix needs prefix_tokens"),
+    "negative prefix": ({"prefix_tokens": -1}, "prefix_tokens must be at least 1, got -1"),
+    "polarised nothing": ({"polarize_prefix": True}, "polarize_prefix=True needs a prefix: prefix_tokens=1"),
     "beta of zero": ({"prefix_tokens": 1, "prefix_beta": 0.0}, "prefix_beta must be above 0"),
     "mass temperature of zero": ({"mass_temperature": 0.0}, "mass_temperature must be above 0"),
 }

@@ -30,6 +30,11 @@ _QUERY_FORM, _KEY_FORM, _KEY_ORIGIN, _RESIDUAL = range(-STATE_NOTES, 0)
 
 _SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
 _BALANCES = {name: number for number, name in enumerate(BALANCES)}
+
+MAX_PASSES = 120
+"""Of the exact solve in the kernel. Longer walks are left to the reference in fp64: fp32 may reach their column sums,
+but not their gradients."""
+
 _WORTH_A_SECOND = 1e-4  # residual from which a solve that was to reach less is done again
 _TIGHT = 1e-6  # what `tol=None`, "a fixed cost", is taken for: the kernel stops each head on its own anyway
 
