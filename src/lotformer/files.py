@@ -120,7 +120,7 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        pass
+        return True  # somebody else's, or a number that cannot be asked about: its drafts stay
     return True
 
 

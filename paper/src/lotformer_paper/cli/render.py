@@ -63,7 +63,7 @@ def _experiment(folder: Path) -> str:
         try:
             found = read_json(path)
         except (ValueError, OSError):
-            continue
+            continue  # a damaged cell is named when it is rendered
         if isinstance(found, dict) and found.get("experiment") in RENDERERS:
             return str(found["experiment"])
     raise ValueError(f"it holds no result of {', '.join(RENDERERS)}.")
