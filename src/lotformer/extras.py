@@ -1,4 +1,4 @@
-"""Which extra brings which package: an optional dependency that is missing is an error that says what to install."""
+"""Extras by package: a missing optional dependency is an error that says what to install."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BROUGHT_BY = {name: extra for extra, names in reversed(PACKAGES.items()) for na
 
 
 def command(*extras: str) -> str:
-    """What to type for these extras."""
+    """The command that installs these extras."""
     return f"pip install 'lotformer[{','.join(extras)}]'"
 
 
 def reason(error: ModuleNotFoundError, *extras: str) -> str:
-    """What is missing and what to type: these extras, or the one that brings the package."""
+    """An error message with the command to type: for these extras, or for the one that brings the package."""
     package = (error.name or "").partition(".")[0]
     if package not in _BROUGHT_BY:
         return str(error)

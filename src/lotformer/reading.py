@@ -91,7 +91,7 @@ def decoded_lines(content: bytes, name: str) -> list[str]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises:
         OSError: as `require_file`. ValueError: it is not JSON.

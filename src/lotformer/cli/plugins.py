@@ -50,7 +50,7 @@ def add_commands(apps: Mapping[str, typer.Typer]) -> None:
 
 
 def _loaded(point: EntryPoint) -> Any:
-    """What an entry point names; if that cannot be imported, a command that says why: the others still work."""
+    """Load an entry point; if it cannot be imported, a command that says why, so that the others still work."""
     try:
         return point.load()
     except (ImportError, AttributeError) as error:

@@ -58,7 +58,7 @@ def with_settings(
 
 
 def _own_first(cls: type[Settings]) -> list[tuple[dataclasses.Field[Any], Any]]:
-    """What only this command has comes before what it shares with others."""
+    """Put the command's own options before those it shares with others."""
     return sorted(fields(cls), key=lambda item: item[0].name not in vars(cls).get("__annotations__", {}))
 
 

@@ -1,4 +1,4 @@
-"""What `lotformer convert` is given, whatever its modality: a model, inputs to learn from, inputs to compare on."""
+"""Subjects of `lotformer convert`, of any modality: a model, inputs to learn from, inputs to compare on."""
 
 from __future__ import annotations
 

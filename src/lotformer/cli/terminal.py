@@ -1,4 +1,4 @@
-"""What commands share: progress, tables that fit, one clear error instead of a traceback."""
+"""Shared by commands: progress, tables that fit, one clear error instead of a traceback."""
 
 from __future__ import annotations
 

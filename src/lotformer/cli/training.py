@@ -53,7 +53,7 @@ class ProgressBar:
 
 
 def shares(of: Progress | TrainingReport) -> str:
-    """Where the time of a step goes, e.g. `data 2 %, attention 31 %, rest 67 %`."""
+    """The shares of a step's time, e.g. `data 2 %, attention 31 %, rest 67 %`."""
     told = f"data {of.waiting:.0%}"
     if of.attention is not None:
         told += f", attention {of.attention:.0%}, rest {max(0.0, 1 - of.waiting - of.attention):.0%}"

@@ -30,7 +30,7 @@ def require_batches(batches: Any) -> None:
 
 
 def inputs_of(batch: Batch) -> Mapping[str, Any] | Tensor:
-    """What a model is called with: keyword arguments or the one argument.
+    """The arguments of a model's call: keyword arguments, or the only argument.
 
     Raises:
         TypeError: the batch is none of the accepted forms.

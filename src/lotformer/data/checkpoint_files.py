@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint on disk, beside the model: modules.json is a stranger's, and is read as such."""
+"""Files of a checkpoint beside the model. `modules.json` comes from a stranger and is checked before it is believed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def checkpoint_folder(source: str | Path) -> Path:
 
 
 def encoder_part(root: Path) -> str:
-    """Where below its root a sentence-transformers checkpoint keeps the encoder; "" for the root itself."""
+    """The folder of the encoder inside a sentence-transformers checkpoint; "" for the root itself."""
     return module_folders(root)[0]
 
 

@@ -1,4 +1,4 @@
-"""Where data lives: a folder of unpacked sets that the user names, never a download."""
+"""The data folder: unpacked sets in a folder that the user names; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Metric = Literal["accuracy", "accuracy-f1", "matthews", "pearson-spearman"]
 
 @dataclass(frozen=True)
 class Task:
-    """How one task is stored and scored. Columns are names in the header, or positions in files without one.
+    """The files and the metric of one task. Columns are names in the header, or positions in files without one.
 
     `labels` are the names of the classes, `scores` the range of a regression.
     """
@@ -63,7 +63,7 @@ WANTED = (
     "glue/: the GLUE tables from gluebenchmark.com as unpacked (glue/STS-B/train.tsv and dev.tsv, …), or "
     "data sets saved to disk by Hugging Face `datasets` (glue/stsb/, …)"
 )
-"""What a data folder has to hold, for help texts and errors."""
+"""The expected contents of a data folder, for help texts and errors."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def text_batches(
 
 
 def positions_of(model: nn.Module | None) -> int | None:
-    """How many tokens a Hugging Face model has positions for, if its config tells."""
+    """The number of positions of a Hugging Face model, if its config has it."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return max(1, positions - 2) if isinstance(positions, int) else None  # RoBERTa's start at 2
 

@@ -43,7 +43,7 @@ _BATCH = 16  # passages: fewer steps would see all of them with twice as many
 
 @dataclass(frozen=True)
 class DemoSettings(Settings):
-    """How much the demo spends."""
+    """The budget of the demo."""
 
     rank: int = setting(32, "Pivots per head.", at_least=1)
     steps: int = setting(120, "Steps of calibration.", at_least=1)

@@ -1,4 +1,4 @@
-"""What goes into the attention slot of a vision model: any mechanism, with special tokens and a token grid."""
+"""The attention slot of a vision model: any mechanism, with special tokens and a token grid."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def image_attention(
     softmax_prefix: bool = True,
     grid: Callable[[], Grid | None] | Grid | None = None,
 ) -> type[ImageAttention]:
-    """What timm's `attn_layer` takes.
+    """The signature of timm's `attn_layer`.
 
     LOT gets the paper's best setting: 32 pivots; where special tokens read by softmax, with polarised scores; and a
     2-D convolution of the patches, unless special tokens are among what is coupled. Softmax attention needs no prefix:

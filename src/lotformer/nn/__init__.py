@@ -1,4 +1,4 @@
-"""What mechanisms share: pivots, key masses, prefix rows, near keys, local mixing, feature maps, linear attention."""
+"""Parts shared by mechanisms: pivots, key masses, prefix rows, windows, local mixing, feature maps, linear maps."""
 
 from .depthwise import DepthwiseMixing
 from .key_masses import KeyMasses

@@ -85,7 +85,7 @@ class GridSource:
 
 
 def needs_grid(mechanism: nn.Module) -> bool:
-    """Whether a mechanism has a part that sees its tokens on a grid."""
+    """True if some part of the mechanism sees its tokens on a grid."""
     flat = (DepthwiseMixing, NearKeys)
     return any(
         (isinstance(part, flat) and part.kind == "2d") or (isinstance(part, TokenPositions) and part.grid is not None)
@@ -151,7 +151,7 @@ class _Scope:
         self.backward = _backward()
 
     def is_current(self) -> bool:
-        """Whether it was opened in the backward pass that runs now, or none was running and none is."""
+        """True if it was opened in the current backward pass, or outside of any with none running now."""
         return torch.compiler.is_compiling() or self.backward == _backward()
 
     def fitting(self, tokens: int) -> list[Grid]:
@@ -166,7 +166,7 @@ class _Scope:
 
 
 class _ThreadScope(_Scope):
-    """What is noted while no call of the enclosure runs: a new image displaces those that have been read."""
+    """Grids noted outside of any enclosed call: a new image replaces those that have been read."""
 
     def note(self, grid: Grid) -> None:
         self.grids = [old for old in self.grids if old not in self.used]

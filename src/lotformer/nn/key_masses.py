@@ -56,7 +56,7 @@ class KeyMasses(nn.Module):
         )
 
     def directions(self, like: Tensor, mean_query: Tensor | None) -> Tensor:
-        """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
+        """The direction that turns the keys of a head into logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
         assert self.direction is not None
         weight = None if self.query_weight is None else self.query_weight(like)
         return mass_directions(self.direction(like), weight, mean_query)

@@ -75,7 +75,7 @@ class NearKeys(nn.Module):
         *,
         backend: str | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """What is read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
+        """The values read `(B, H, N, Dv)`, None without values, and λ `(B, H, N)`; for the queries after the prefix.
 
         Padded queries read zeros, as do queries without a real key, whose λ is 0; that of padding is any number.
 
@@ -91,7 +91,7 @@ class NearKeys(nn.Module):
             return near, _beside(share, _far(length, reach, key_mask, share))
 
     def sees_all(self, length: int, grid: tuple[int, int] | None = None) -> bool:
-        """Whether the window of every token of so many holds all of them."""
+        """True if every window on a sequence of this length holds all of it."""
         if self.kind == "1d":
             return length <= self.size // 2 + 1
         return length <= (self.size // 2 + 1) ** 2 and max(square_grid(length, grid)) <= self.size // 2 + 1
@@ -135,7 +135,7 @@ def _far(length: int, reach: Reach, key_mask: Tensor | None, like: Tensor) -> Te
 
 
 def _within(length: int, around: int, like: Tensor) -> Tensor:
-    """How many places in a row are at most `around` from each."""
+    """The number of places in a row at most `around` from each."""
     place = torch.arange(length, device=like.device, dtype=like.dtype)
     return place.clamp_max(around) + place.flip(0).clamp_max(around) + 1
 

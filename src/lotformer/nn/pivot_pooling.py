@@ -35,7 +35,7 @@ class PivotPooling(nn.Module):
         nn.init.constant_(self.pull.bias, self.initial_pull)
 
     def forward(self, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """What to add to the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; nothing for a sample without keys."""
+        """The shift of the pivots, `(B, H, R, D)`, for keys `(B, H, M, D)`; zero for a sample without keys."""
         with no_autocast(k.device.type):
             directions = self.directions(k)
             k = k.to(directions.dtype)

@@ -70,7 +70,7 @@ class PrefixRows(nn.Module):
         return 1.0 if self.polarize else head_dim**-0.5
 
     def is_softmax(self, head_dim: int) -> bool:
-        """Whether these rows are what softmax makes of them."""
+        """True if these rows equal those of softmax attention."""
         return not self.polarize and self.temperature(head_dim) == head_dim**-0.5
 
     def pool(self, scores: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:

@@ -6,5 +6,5 @@ from torch import nn
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody expects the module to be called: hooks see what passes through it."""
+    """True if the module has hooks, so that it must be called rather than read."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

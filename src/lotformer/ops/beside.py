@@ -111,7 +111,7 @@ def join(
 
 
 def _is_recorded() -> bool:
-    """Whether somebody writes down which operators run: a tracer, whose programs run where our kernels are not, or a
+    """True if operators are being recorded: by a tracer, whose programs run where our kernels are not, or by a
     dispatch mode, which should see the operators it knows (a counter of products, for one)."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()

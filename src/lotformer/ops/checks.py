@@ -1,4 +1,4 @@
-"""Whether a call of the operator is well posed: every argument is looked at here, once, before any backend runs."""
+"""Checks of the operator's arguments: each is examined here, once, before any backend runs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Coupling:
         return (self.query_plan @ self.key_plan.sum(-2)[..., None])[..., 0]
 
     def column_sums(self) -> Tensor:
-        """What each key receives `(B, H, M)`: column sums of A, each row weighted by `N ×` its query's mass.
+        """The mass that each key receives `(B, H, M)`: column sums of A, each row weighted by `N ×` its query's mass.
 
         With uniform query masses, the default, these are the plain column sums. Converged, they are
         `N ×` the key masses, which is N / M when those are uniform too.

@@ -55,7 +55,7 @@ _GRADIENT_RIDGE = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
 def precision(s: Tensor) -> torch.dtype:
-    """What the solver computes in: fp64, or fp32 on a device that has nothing better."""
+    """The precision of the solver: fp64, or fp32 on a device without it."""
     return torch.float32 if s.device.type == "mps" else torch.float64
 
 
@@ -101,7 +101,7 @@ def _refuse_second_derivative(grad: Tensor) -> None:
 
 
 class _Look(NamedTuple):
-    """What one pass over the scores at `(g, β)` tells."""
+    """Results of one pass over the scores at `(g, β)`."""
 
     error: Tensor  # max_j |log(b_j / m_j)|
     corrector: Tensor  # Newton direction at fixed β
@@ -111,7 +111,7 @@ class _Look(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """How far the solve has come. Potentials `(..., R)`, and one number per problem `(...)`."""
+    """The state of the solve: potentials `(..., R)`, and one number per problem `(...)`."""
 
     g: Tensor
     beta: Tensor

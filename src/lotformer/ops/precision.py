@@ -1,4 +1,4 @@
-"""What must be computed in the precision it is in."""
+"""Regions in which autocast is disabled."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def no_autocast(device_type: str) -> AbstractContextManager[None]:
 
 
 def is_autocast(device_type: str) -> bool:
-    """Whether autocast changes what is computed there; the meta device, which computes nothing, knows none."""
+    """True if autocast is enabled on the device; the meta device, which computes nothing, has none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -17,7 +17,7 @@ Solver = Literal["sinkhorn", "newton"]
 SOLVERS = get_args(Solver)
 
 Balance = Literal["both", "keys", "none"]
-"""Which marginals are imposed beside unit rows: the pivots' masses on the queries and the keys' masses on the keys, the
+"""The marginals imposed beside unit rows: the pivots' masses on the queries and the keys' masses on the keys, the
 keys' alone, or neither. See `reference`."""
 
 BALANCES = get_args(Balance)
@@ -28,7 +28,7 @@ exact solver looks at the relative error of every pivot, which has no meaning fo
 
 
 class Transport(NamedTuple):
-    """What is transported: tokens, values, the pivots they meet at, and the masses of all. Shapes: `lot_attention`.
+    """The measures: tokens, values, the pivots between them, and all masses. Shapes: `lot_attention`.
 
     Without pivots, `q (B, H, N, R)` and `k (B, H, M, R)` are the scores of the tokens themselves.
     """
@@ -56,7 +56,7 @@ class Transport(NamedTuple):
 
 
 class Solve(NamedTuple):
-    """How it is solved: the temperature of the scores, the solver with what ends it, and what it has to impose."""
+    """The solve: the temperature of the scores, the solver with its stopping rule, and the marginals to impose."""
 
     eps: float | Tensor = 1.0
     solver: Solver = "sinkhorn"
@@ -66,7 +66,7 @@ class Solve(NamedTuple):
     balance: Balance = "both"
 
     def temperature(self, dim: int) -> float | Tensor:
-        """What scores of tokens of dimension `dim` are multiplied by: `scale / eps`, a number or one per head."""
+        """The factor of the scores of tokens of dimension `dim`: `scale / eps`, a number or one per head."""
         return (dim**-0.5 if self.scale is None else self.scale) / self.eps
 
 
@@ -89,11 +89,11 @@ class Result(NamedTuple):
 
 
 Run = Callable[[Transport, Solve], Result]
-"""How a backend is called."""
+"""The signature of a backend."""
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether the numbers in `x` cannot be looked at: under compile, export, a functorch transform, or a fake mode."""
+    """True if the numbers in `x` cannot be read: under compile, export, a functorch transform, or a fake mode."""
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.maybe_current_level() is not None

@@ -79,7 +79,7 @@ def plans(transport: Transport, solve: Solve, potentials: Potentials | None = No
 
 
 def residual(transport: Transport, solve: Solve, potentials: Potentials) -> Tensor:
-    """How far the two plans of the potentials are from balanced, `ρ (B, H)`.
+    """The residual `ρ (B, H)`: the distance of the two plans of the potentials from balance.
 
     `ρ = max_j |b_j / m_j - 1|` over the pivots of the sides that are solved, where b are the masses that
     `softmax_j(s + g)` sends to the pivots. Below 1, it bounds what a key's column of A misses of its sum: at most
@@ -199,7 +199,7 @@ def _precision(x: Tensor, solve: Solve) -> torch.dtype:
 
 
 def _as_it_is(x: Tensor, solve: Solve) -> AbstractContextManager[None]:
-    """Where autocast does not change the precision of the solve.
+    """A context in which autocast does not change the precision of the solve.
 
     It leaves fp64 alone. To turn it off nevertheless would do harm: what `torch.export` makes of a loop with autocast
     off cannot be saved.

@@ -22,7 +22,7 @@ Grouping = Callable[[nn.Module], list[ParamGroup]]
 
 
 def make_accelerator() -> Accelerator:
-    """What `torchrun` or `accelerate launch` has set up, or this process alone."""
+    """The processes set up by `torchrun` or `accelerate launch`, or this one alone."""
     try:
         from accelerate import Accelerator, DistributedDataParallelKwargs
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Which parameters decay: timm's rule, and never what LOT says must not."""
+"""Weight decay by timm's rule, without the parameters that LOT exempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of, in a few characters: two runs with equal fingerprints see equal settings, weights and data."""
+"""Fingerprints of runs: two runs with equal fingerprints see equal settings, weights and data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], most: int = 4) -> str:
-    """What two nested descriptions do not share, in words; empty if they are equal."""
+    """Describe the differences of two nested descriptions; empty if they are equal."""
     mine, theirs = _flat(here), _flat(there)
     missing = "absent"
     told = [

@@ -1,4 +1,4 @@
-"""What is not finite: found at little cost, never applied, never saved, never best."""
+"""Detect values that are not finite cheaply, and never apply, save or prefer them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def better(value: float, best: float | None, *, higher: bool) -> bool:
-    """Whether a measurement beats the best one so far; one that is not finite neither wins nor stays."""
+    """True if a measurement beats the best one so far; one that is not finite neither wins nor stays best."""
     if not math.isfinite(value):
         return False
     return best is None or not math.isfinite(best) or (value > best if higher else value < best)
@@ -41,7 +41,7 @@ def require_finite(names: Iterable[str], step: int) -> None:
 
 
 class Buffers:
-    """What a forward changes by itself, e.g. running statistics: kept from before a step, in case it is not taken."""
+    """Buffers that a forward pass changes, e.g. running statistics, saved before a step in case it is not taken."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._live = list(tensors)

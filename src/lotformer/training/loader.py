@@ -154,7 +154,7 @@ _Place = tuple[int, int]  # epoch, and position in it
 
 @dataclass(frozen=True)
 class _Part:
-    """What one process loads of a batch: samples, a seed for each, one for their collation, and what comes next."""
+    """One process's part of a batch: samples, a seed for each, one for their collation, and the state afterwards."""
 
     share: float
     indices: Sequence[int]

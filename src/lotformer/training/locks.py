@@ -83,7 +83,7 @@ def _write(file: IO[str], text: str) -> None:
 
 
 def _owner(file: IO[str]) -> str:
-    """Who holds the lock, in words; the holder may not have written it yet."""
+    """Describe the holder of the lock, which may not have written its name yet."""
     file.seek(0)
     try:
         told = json.loads(file.read())

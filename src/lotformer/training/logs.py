@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: to files here, to a screen elsewhere."""
+"""Logs of a run, written to files; screens are elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..reading import decoded_lines, decoding, read_bytes
 
 @dataclass(frozen=True)
 class Progress:
-    """How a run stands after a step.
+    """The state of a run after a step.
 
     Attributes:
         loss: of this step. rate: the learning rate as a factor of its peak.

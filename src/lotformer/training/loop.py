@@ -26,7 +26,7 @@ OnStep = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long a run goes on and how its learning rates move.
+    """The length of a run and its learning-rate schedule.
 
     Attributes:
         steps: updates in all. accumulate: batches per update.
@@ -221,7 +221,7 @@ class Loop:
 
     @staticmethod
     def _problem(rows: list[list[float]]) -> str:
-        """What is not finite, and where; empty if all is. Every process sees the same rows.
+        """Values that are not finite, and where; empty if all are. Every process sees the same rows.
 
         Losses come first: the gradient that processes share is not finite if any of theirs is not.
         """

@@ -20,7 +20,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 class Masters:
-    """What an optimizer should hold in place of the parameters: fp32 copies of those in half precision.
+    """Parameters for the optimizer: fp32 copies of those in half precision, the others as they are.
 
     After `backward`, `take_gradients`; after the optimizer's step, `publish`. Wider parameters are their own masters.
     """

@@ -40,7 +40,7 @@ _DEAD_WORKER = "It was loading data; if memory ran out, use fewer workers. Resum
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a run achieved.
+    """The outcome of a run.
 
     Attributes:
         losses: one per step. metrics: of the last evaluation. best: the best value of the task's metric, at best_step.
@@ -184,7 +184,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 class _Pace:
-    """How fast the last steps were, and where their time went."""
+    """Speed of the last steps, and the shares of their time."""
 
     _STEPS = 50
 
@@ -213,7 +213,7 @@ class _Pace:
 
 
 class _Training:
-    """What the loop does when it trains a task: its loss, evaluations, logs, and which weights did best."""
+    """The loop's view of a task: loss, evaluations, logs, and the best weights."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class TrainSettings(Settings):
         return self.batch_size // self.accumulate
 
     def loop(self, batches_per_epoch: int | None) -> LoopSettings:
-        """What the loop is told, given how many batches (parts of an update) an epoch has.
+        """The loop's schedule, given the number of batches (parts of an update) in an epoch.
 
         Raises:
             ValueError: a length is given in epochs, but the data have no end.

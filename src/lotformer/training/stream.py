@@ -1,4 +1,4 @@
-"""Where a run gets its batches from: an endless stream that can say where it is and go on from there."""
+"""An endless stream of batches whose position can be saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop must be told of a task, e.g. image classification: a model, data, a loss and a measure."""
+"""The interface of a task, e.g. image classification: a model, data, a loss and a metric."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Process:
-    """Which process this is, of how many that share a run."""
+    """The rank of this process, and the number of processes that share the run."""
 
     index: int = 0
     count: int = 1
 
 
 class Team(Protocol):
-    """What a loop needs to know of the processes that run it in step."""
+    """The processes that run a loop in step, as the loop sees them."""
 
     process: Process
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: how much of it attention takes, forward and backward."""
+"""The share of a step's time that attention takes, forward and backward."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from .teams import Process
 _TOKENS, _DIM = 12, 16
 
 IMPORTED = ("lotformer.training.torture", "lotformer.models", "accelerate", "torch.utils.tensorboard")
-"""What a training run imports, for servers that fork processes with runs."""
+"""Modules that a training run imports, preloaded by servers that fork runs."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ParamGroup = dict[str, Any]
 
 
 class Updates(Protocol):
-    """What a loop needs to change a model: on one process (`LocalUpdates`) or on many."""
+    """The interface through which a loop updates a model, on one process (`LocalUpdates`) or many."""
 
     def collecting(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a batch; `last` if a step follows, so that processes must meet."""
@@ -40,7 +40,7 @@ class Updates(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def foreign(self, state: Mapping[str, Any]) -> str:
-        """Why a saved state must be that of another model, in words; empty if nothing speaks against it."""
+        """The reason why a saved state belongs to another model; empty if it fits."""
 
 
 class LocalUpdates:
@@ -129,7 +129,7 @@ class LocalUpdates:
         self.optimizer.state.clear()
 
     def _held(self) -> list[nn.Parameter]:
-        """What the optimizer holds."""
+        """The state of the optimizer."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a trained model is worth: accuracy, speed, robustness to missing patches, and how balanced its couplings are."""
+"""Evaluation of a trained model: accuracy, speed, robustness to missing patches, and residuals of its couplings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def evaluation_loader(data: Dataset[Any], batch_size: int = 128, workers: int = 
 
 
 def count_right(logits: Tensor, labels: Tensor) -> tuple[int, int]:
-    """How many labels are the first guess, and how many are among the first five."""
+    """The numbers of labels predicted first, and among the first five."""
     right = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
     return int(right[:, 0].sum()), int(right.any(1).sum())
 

@@ -24,7 +24,7 @@ Recipe = Literal["deit", "paper", "none"]
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """Which images to evaluate on."""
+    """The images to evaluate on."""
 
     data: Path | None = setting(None, "Folder that holds train/ and val/ with one folder per class, or a tar file.")
     source: str = setting("", "timm's name of another source, e.g. torch/cifar10; --data is where it is.")
@@ -71,7 +71,7 @@ class VisionSettings(ImageSettings, TrainSettings):
 
 
 def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen, and what the recipe says of the rest. Steps or epochs that were chosen are not overruled."""
+    """The chosen settings, completed by the recipe, which never overrules chosen steps or epochs."""
     recipe = chosen.get("recipe", VisionSettings.recipe)
     if recipe == "none" or recipe not in get_args(Recipe):
         return dict(chosen)  # settings refuse an unknown one, and say which there are

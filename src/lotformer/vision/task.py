@@ -30,7 +30,7 @@ Listen = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ImageSets:
-    """What a run trains on, and what it is evaluated on; both None for a source that can only be streamed."""
+    """The training and evaluation sets; both None for a source that can only be streamed."""
 
     train: Images | None
     val: Images | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to a training image.
+    """Augmentation of training images.
 
     Attributes:
         scale: range of the area of the random crop. flip: probability of mirroring. color_jitter: its strength.

@@ -26,7 +26,7 @@ def key_masses(
 
 
 def mass_directions(direction: Tensor, query_weight: Tensor | None, mean_query: Tensor | None) -> Tensor:
-    """What the keys of a head are multiplied by for their logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
+    """The direction that turns the keys of a head into logits, `w + α q̄ / √D`: `(B or 1, H, D)`."""
     direction = direction[None]
     if query_weight is None or mean_query is None:
         return direction

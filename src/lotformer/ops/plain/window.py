@@ -15,7 +15,7 @@ CHUNK = 16
 
 
 class Reach(NamedTuple):
-    """How far a token sees each way, on a grid of rows and columns or, without one, on a sequence."""
+    """The reach of a window each way, on a grid of rows and columns or, without one, on a sequence."""
 
     grid: tuple[int, int] | None
     rows_around: int
@@ -82,7 +82,7 @@ def _layout(length: int, reach: Reach) -> tuple[int, int, int]:
 
 
 def _places(columns: int, around: int, reach: Reach, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the window of each token of a row is among its `(2 around + 1) · columns` candidates, and whether it is
+    """Positions of each token's window among the `(2 around + 1) · columns` candidates of its row, and whether each is
     inside the grid there: `(columns, window)`."""
     size = 2 * reach.columns_around + 1
     column, step = torch.arange(columns, device=device), torch.arange(size, device=device) - reach.columns_around

@@ -77,7 +77,7 @@ def implicit_solve(edges, b, side, columns, column_ok, rank):
 
 @triton.jit
 def first_guess(log_m, spread, mean_score, column_ok):
-    """Where the path starts: β so that nothing underflows, and the potential that is exact to first order there."""
+    """The start of the path: a β at which nothing underflows, and the potential that is exact to first order there."""
     beta = tl.minimum(1.0 / tl.maximum(spread / _START_RANGE, 1e-6), 1.0)
     return beta, tl.where(column_ok, log_m - beta * mean_score, 0.0)
 
@@ -91,7 +91,7 @@ def score_spread(s, a, column_ok):
 
 @triton.jit
 def look(edges, s, a, g, beta, PRECISION: tl.constexpr):
-    """What a block of tokens says at `(g, β)`: adds its `PᵀAP` to `edges`, returns its `b = Pᵀa` and `∂b/∂β` too."""
+    """The part of a block of tokens at `(g, β)`: adds its `PᵀAP` to `edges`, returns its `b = Pᵀa` and `∂b/∂β` too."""
     p = row_softmax(beta * s + g[None, :])
     weighted = a[:, None] * p
     drift = tl.sum(weighted * (s - tl.sum(p * s, 1)[:, None]), 0)

@@ -25,7 +25,7 @@ def forward(
 
 
 def outputs(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `forward` fills."""
+    """Outputs of `forward`."""
     batch, heads, n, _ = inputs.q.shape
     width, rank = inputs.v.shape[3], inputs.rank
     query_g, key_g = (inputs.z.new_empty(batch, heads, slots, rank) for slots in inputs.slots)

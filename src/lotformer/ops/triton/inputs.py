@@ -1,4 +1,4 @@
-"""What the kernels are given."""
+"""Inputs of the kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """What the kernels are given: `z` are pivots times `scale / eps`, `log_m` and `log_a` normalised, all fp32.
+    """Inputs of the kernels: `z` are pivots times `scale / eps`, `log_m` and `log_a` normalised, all fp32.
 
     q `(B,H,N,D)`, k `(B,H,M,D)`, v `(B,H,M,Dv)`, z `(H,R,D)` or `(B,H,R,D)`, log_m `(H,R)`; log masses
     `(B, 1 or H, N or M)` or None for uniform ones; validity as uint8, `(B,1,N)` and `(B, 1 or H, M)`, or None; `tol`
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, int]:
-        """How many potentials are kept of the queries and of the keys; `fused` says which."""
+        """The numbers of potentials kept of the queries and of the keys; `fused` selects them."""
         solved = 2 if self.newton else self.iters + 1
         return {"both": (solved, solved), "keys": (2, solved), "none": (1, 1)}[self.balance]
 

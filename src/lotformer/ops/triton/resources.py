@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU, found by compiling them ahead of time. No GPU is needed.
+"""Resources that the kernels take of a GPU, found by compiling them ahead of time; no GPU is needed.
 
 The launch code runs on tensors without storage and its launches are recorded instead of made, so that exactly the
 kernels, argument types, block sizes and warps are compiled that a call would use.

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 def why_distrusted(transport: Transport, solve: Solve) -> str | None:
-    """How the kernels deviate from the reference on this device and in this dtype, or None if they agree.
+    """The deviation of the kernels from the reference on this device and in this dtype, or None if they agree.
 
     The first deviation is told in a warning and rules the kernels out for this device and dtype.
     """
@@ -94,7 +94,7 @@ def _in_a_thread_of_its_own(device: str, dtype: torch.dtype, kind: tuple[Any, ..
 def deviation(
     device: torch.device, dtype: torch.dtype, solver: Any, balance: Any, from_scores: bool, strategy: Strategy
 ) -> str | None:
-    """Where the kernels miss the reference by more than rounding, and by how much; None if nowhere."""
+    """The results that miss the reference by more than rounding, and by how much; None if there are none."""
     problem, solve = _problem(dtype, from_scores, strategy), Solve(0.5, solver, 3, 1e-6, None, balance)
     if from_scores:
         solve = solve._replace(scale=1.0)

@@ -1,4 +1,4 @@
-"""How much a program takes at once, and whether it takes a whole head.
+"""Block sizes of the programs, and whether one takes a whole head.
 
 Two strategies. "fused" runs all sweeps of a head in one program: forward is one launch (Newton: five), backward six
 (Newton: eight), whatever the number of sweeps. "passes" takes a launch for every pass and serves any length.
@@ -55,5 +55,5 @@ class Blocks:
         return options if torch.version.hip else {**options, "maxnreg": 255}
 
     def d(self, depth: int) -> int:
-        """How much of the depth a program sums up at once."""
+        """The part of the depth that a program sums at once."""
         return max(32, min(block(depth), 2048 // self.r))

@@ -107,7 +107,7 @@ def log_masses(log_a, start, tokens, uniform, HAS_MASS: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def real_rows(valid, start, tokens, HAS_VALID: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which rows of the block are tokens, and no padding."""
+    """Mask of the rows of the block that are tokens, not padding."""
     rows = start + tl.arange(0, BLOCK_N)
     inside = rows < tokens
     if HAS_VALID:
