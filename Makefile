@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 KERNEL := $(wildcard setup.py src/lotformer/ops/cpu/*.cpp src/lotformer/ops/cpu/*.h)
 
-.PHONY: setup demo test lint types bench sanitize clean
+.PHONY: setup demo test lint types bench torture sanitize clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,11 @@ types: setup
 
 bench: setup
 	$(BIN)/lotformer bench runtime
+
+# A training run killed again and again must end as one that nobody touched; about four minutes.
+torture: setup
+	PYTHONPATH=tests $(BIN)/python -m support.torture --kills 50
+	PYTHONPATH=tests $(BIN)/python -m support.torture --kills 50 --spoiled 0.1
 
 # The tests of the CPU kernel with a kernel that watches every access and every shift; about ten minutes.
 SANITIZED := build/sanitized

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lotformer.cli.settings import with_settings
 from lotformer.cli.training import train_with_progress
-from lotformer.training.torture import ToySettings, ToyTask
+from support.torture import ToySettings, ToyTask
 
 app = typer.Typer()
 

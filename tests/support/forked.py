@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lotformer.training.torture import IMPORTED, prepare_process
+from support.torture import IMPORTED, prepare_process
 
 
 def start(function: Callable[..., Any], *arguments: Any, output: Path | None = None) -> BaseProcess:

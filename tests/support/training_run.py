@@ -19,9 +19,9 @@ import torch
 from torch import multiprocessing
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lotformer.training import torture
 from lotformer.training.run import train
-from lotformer.training.torture import ToySettings, ToyTask
+from support import torture
+from support.torture import ToySettings, ToyTask
 
 IMPORTED = [*torture.IMPORTED, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
 IMPORTED += ["lotformer_paper.experiments.longrange.task"]

@@ -15,9 +15,9 @@ import torch
 from lotformer.training import checkpoints
 from lotformer.training.checkpoints import Checkpoint
 from lotformer.training.run import BEST, LAST, train
-from lotformer.training.torture import ToySettings, ToyTask
 from support import forked
 from support.full_disk import full_disk, needs_limits
+from support.torture import ToySettings, ToyTask
 
 OWNER = {"kind": "test", "settings": {"lr": 0.1, "steps": 5}}
 

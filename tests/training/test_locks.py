@@ -14,8 +14,8 @@ import pytest
 
 from lotformer.training.locks import LOCK, holding
 from lotformer.training.run import BEST, LAST, LOG, train
-from lotformer.training.torture import ToySettings, ToyTask
 from support import forked
+from support.torture import ToySettings, ToyTask
 from support.training_run import together
 
 ENDLESS = ToySettings(steps=10**6, save_every=1, evaluate_every=5, workers=1)

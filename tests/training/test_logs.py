@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,16 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path: Path, damage: byt
     with pytest.raises(ValueError, match=rf"log\.jsonl, line 2.*{said}|log\.jsonl, line 2: {said}"):
         JsonLines(path, every=1).started(step=3, steps=9)
     assert path.read_bytes() == content
+
+
+def test_numbers_that_are_not_finite_are_written_as_json(tmp_path):
+    """Python would write NaN, at which every other reader of JSON stops."""
+    log = JsonLines(tmp_path / "log.jsonl", every=1)
+    log.started(0, 2)
+    log.evaluated(1, {"top1": math.nan, "loss": math.inf, "images": 4.0})
+
+    def refuse(word):
+        raise ValueError(word)
+
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)["evaluation"] == {"top1": None, "loss": None, "images": 4.0}

@@ -18,8 +18,8 @@ from lotformer.training.finite import NonFiniteError, better
 from lotformer.training.loop import Loop, LoopSettings
 from lotformer.training.run import BEST, LAST, LOG, train
 from lotformer.training.stream import Shuffled
-from lotformer.training.torture import ToySettings, ToyTask
 from lotformer.training.updates import LocalUpdates
+from support.torture import ToySettings, ToyTask
 from support.training_run import count_skipped, side_by_side
 
 SHORT = ToySettings(steps=12, save_every=2, log_every=1, evaluate_every=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lotformer.training.torture import torture
+from support.torture import torture
 
 
 @pytest.mark.parametrize("spoiled", [0.0, 0.2], ids=["", "with losses that are NaN"])

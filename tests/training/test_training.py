@@ -20,8 +20,8 @@ from lotformer.training.run import BEST, LAST, LOG, TrainingReport, train
 from lotformer.training.settings import TrainSettings
 from lotformer.training.teams import Process
 from lotformer.training.timing import AttentionClock
-from lotformer.training.torture import ToySettings, ToyTask
 from support import forked
+from support.torture import ToySettings, ToyTask
 
 SHORT = ToySettings(steps=12, save_every=5, log_every=2, evaluate_every=4, warmup_steps=2)
 

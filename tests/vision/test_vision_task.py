@@ -48,6 +48,13 @@ def task(folder: Path, **chosen: Any) -> Vision:
     return Vision(settings, open_sets(settings))
 
 
+def test_one_file_is_not_its_own_validation_set(folder):
+    """timm would open the same images for both splits of a tar file."""
+    packed = shutil.make_archive(str(folder), "tar", folder / "train")
+    with pytest.raises(ValueError, match=r"images\.tar is one file without splits.*train/ and val/"):
+        open_sets(make(VisionSettings, completed({**TINY, "data": Path(packed)})))
+
+
 class StopAt:
     """Ends a run from outside, after a step."""
 

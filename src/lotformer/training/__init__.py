@@ -1,6 +1,6 @@
 """Training: one loop for calibration, fine-tuning and training from scratch.
 
-**To train something new**, write a task (the protocol is `task.Task`; `torture.ToyTask` is a whole one in 40 lines):
+**To train something new**, write a task (the protocol is `task.Task`; `support.torture.ToyTask` of the tests is a short one):
 
     @dataclass(frozen=True)
     class VisionSettings(TrainSettings):            # settings.py: every run's settings; add the task's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,14 @@ class JsonLines:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(_written(line)) + "\n")
+
+
+def _written(value: Any) -> Any:
+    """The value with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _written(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:

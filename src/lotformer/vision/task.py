@@ -53,6 +53,11 @@ def open_sets(settings: VisionSettings, listen: Listen = lambda what, now, total
         if settings.num_classes is None:
             raise ValueError(f"{settings.source} does not tell how many classes it has: give --num-classes.")
         return ImageSets(None, None)
+    if not settings.source and settings.data is not None and settings.data.is_file():
+        raise ValueError(
+            f"{settings.data} is one file without splits: it would be validated on its own training images. "
+            "Unpack it into a folder that holds train/ and val/."
+        )
     train = open_images(settings.source, settings.data, settings.train_split)
     val = open_validation(settings, len(train.classes), train.classes)
     if settings.cache:

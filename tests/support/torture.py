@@ -1,6 +1,6 @@
 """Kill a training run again and again, resume it, and compare it with one that nobody touched.
 
-    python -m lotformer.training.torture --kills 50 --spoiled 0.1
+    make torture                    # 50 kills; then once more with one loss in ten NaN
 
 The run uses everything whose state could be forgotten: dropout, noisy samples loaded by workers, a schedule, an average
 of the weights, accumulation; with `--spoiled`, also losses that are NaN at random steps, which it skips. It is killed
@@ -28,20 +28,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..layers import LOTAttention
-from ..settings import setting
-from .checkpoints import read
-from .fingerprints import differences, fingerprint
-from .loader import LoaderStream, shuffled
-from .logs import Progress
-from .run import LAST, train
-from .settings import TrainSettings
-from .task import Sums
-from .teams import Process
+from lotformer.layers import LOTAttention
+from lotformer.settings import setting
+from lotformer.training.checkpoints import read
+from lotformer.training.fingerprints import differences, fingerprint
+from lotformer.training.loader import LoaderStream, shuffled
+from lotformer.training.logs import Progress
+from lotformer.training.run import LAST, train
+from lotformer.training.settings import TrainSettings
+from lotformer.training.task import Sums
+from lotformer.training.teams import Process
 
 _TOKENS, _DIM = 12, 16
 
-IMPORTED = ("lotformer.training.torture", "lotformer.models", "accelerate", "torch.utils.tensorboard")
+IMPORTED = ("support.torture", "lotformer.models", "accelerate", "torch.utils.tensorboard")
 """Modules that a training run imports, preloaded by servers that fork runs."""
 
 
