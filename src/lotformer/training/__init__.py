@@ -1,6 +1,6 @@
 """Training: one loop for calibration, fine-tuning and training from scratch.
 
-**To train something new**, write a task (the protocol is `task.Task`; for a short one see `support.torture` of the tests):
+**To train something new**, write a task. The protocol is `task.Task`; `support.torture` of the tests holds a short one:
 
     @dataclass(frozen=True)
     class VisionSettings(TrainSettings):            # settings.py: every run's settings; add the task's own
