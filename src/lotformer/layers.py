@@ -159,7 +159,7 @@ class AttentionLayer(nn.Module):
         self.qkv = value_rows(self.qkv)
 
     def why_unfoldable(self) -> str | None:
-        """Why the layer has no inference form, or None if it has."""
+        """The reason why the layer has no inference form, or None if it has."""
         if type(self.qkv) is not nn.Linear:
             return f"its projection is a {type(self.qkv).__name__}, not a plain linear map"
         if not isinstance(self.q_norm, nn.Identity) or not isinstance(self.k_norm, nn.Identity):
@@ -187,7 +187,7 @@ class AttentionLayer(nn.Module):
         return mechanism(q, k, v, real, real, grid=grid)
 
     def _reads_input(self, x: Tensor, mechanism: LOT) -> bool:
-        """Whether queries and keys need not be formed, and need not for less work."""
+        """True if forming queries and keys can be skipped and skipping is cheaper."""
         if self.why_unfoldable() is not None or not self._is_plain(x, mechanism):
             return False
         # under tracing a length stands for all lengths, and must not decide
@@ -195,7 +195,7 @@ class AttentionLayer(nn.Module):
         return tokens != 0 and mechanism.is_cheaper_unformed(x.shape[2], tokens)
 
     def _is_plain(self, x: Tensor, mechanism: LOT) -> bool:
-        """Whether nobody would notice that the projection and the mechanism are not called one after the other."""
+        """True if no hook or replacement watches the projection or the mechanism, so that they may be fused."""
         if is_watched(self.qkv) or is_watched(mechanism) or type(self.qkv) is not nn.Linear:
             return False
         return self.qkv.weight.dtype == x.dtype and not is_autocast(x.device.type)
@@ -269,7 +269,7 @@ class LOTAttention(AttentionLayer):
 
 
 def _of_another_layer(name: str, others: dict[str, Any]) -> str:
-    """Why a call is refused that `torch.nn.MultiheadAttention` or another layer would take."""
+    """The reason for refusing arguments that `torch.nn.MultiheadAttention` or another layer would take."""
     takes = "self-attention takes its tokens once, `layer(x, mask=real_tokens)`"
     if "key_padding_mask" in others:
         opposite = "pass the opposite, `mask=~key_padding_mask`"

@@ -129,7 +129,7 @@ def _read_from(source: str, settings: ConvertSettings) -> Path:
 
 
 def _require_replaceable(out: Path, source: Path, force: bool) -> None:
-    """What is replaced is gone: only an earlier conversion may be, only by force, and never with the source inside.
+    """Refuse to replace anything but an earlier conversion, and that only by force and never with the source inside.
 
     Nothing may be in it that no conversion writes: somebody has put it there.
     """
@@ -208,7 +208,7 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
 
 
 class _Comparison:
-    """What is left of the original, stage by stage, on inputs that were kept back."""
+    """Fidelity to the original, stage by stage, on inputs that were kept back."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject

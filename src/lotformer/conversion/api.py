@@ -29,10 +29,10 @@ from .schema import takes
 from .swapping import Located, put_in, take_out
 
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
-"""What converting asks of LOT beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
+"""Options of LOT in conversions beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
 
 WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW}
-"""How wide the window is by default, in tokens along a text and in patches a side."""
+"""Default widths of the window, in tokens along a text and in patches a side."""
 
 
 def convert(
@@ -194,7 +194,7 @@ def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
 
 
 def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[str, Any]) -> Recipe:
-    """What `convert(model, **options)` does to these sites.
+    """The recipe of `convert(model, **options)` for these sites.
 
     Raises:
         ValueError: LOT does not take one of the options.
@@ -255,7 +255,7 @@ _Options = dict[str, Any]
 def _near(
     model: nn.Module, mechanism: str, sites: Sequence[Located], settings: Mapping[str, Any]
 ) -> tuple[_Options, dict[TokenKind, _Options]]:
-    """What LOT reads by softmax unless told otherwise: special tokens, and a window of patches or along a text.
+    """Default parts that LOT reads by softmax: special tokens, and a window of patches or along a text.
 
     Where layers differ in what reaches them, it is told by the kind of tokens, beside what was asked for.
     """

@@ -148,7 +148,7 @@ def _require_options(options: object, written: object, asked: str | None) -> Non
 
 
 def _forget_other_choices(model: PreTrainedModel, recipe: Recipe, sites: list[Located]) -> None:
-    """What a part has chosen for itself when it was built, without knowing what stands before it: patches, a tower."""
+    """Undo the choices of a part that was built without knowing its surroundings: patches, a tower."""
     for _, site in sites:
         record = record_of(site.module)
         if record is None:

@@ -78,7 +78,7 @@ def require_fitting_files(model: PreTrainedModel, files: Iterable[Any], *, any_d
 
 
 def require_complete(model: PreTrainedModel, info: Any) -> None:
-    """What transformers has read is what the recipe asks for: all tensors of its mechanisms, in their shapes, no other.
+    """Require that transformers has read what the recipe asks for: all tensors of its mechanisms, in their shapes.
 
     Those that were not in the files have no memory yet, whatever the recipe says of their size.
 

@@ -1,4 +1,4 @@
-"""How a conversion is written down: one form, in memory, in config.json and in the metadata of a file."""
+"""The recipe of a conversion: one form for memory, config.json and the metadata of a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READABLE = (2, VERSION)  # since 2, keys inside a window do not count as far awa
 
 @dataclass(frozen=True)
 class Recipe:
-    """What turns a model into the converted one, weights aside. Whatever it is made from, it is valid.
+    """Everything that turns a model into the converted one, weights aside; valid by construction.
 
     Attributes:
         mechanism: a name of `lotformer.attention.names()`. options: its own keyword arguments; for LOT all of them, as
@@ -139,7 +139,7 @@ class Recipe:
         return json.dumps(self.to_dict())
 
     def names(self, layer: str) -> bool:
-        """Whether a layer is meant, also where the model is a part or an enclosure of the one that was converted.
+        """True if the recipe covers a layer, also in a part or an enclosure of the model that was converted.
 
         The same layer is `encoder.layer.0…` in a body and `bert.encoder.layer.0…` in a model with a head.
         """

@@ -45,7 +45,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder holds a converted model, saved by `save_pretrained` or as the model.safetensors of `save`."""
+    """True if a folder holds a converted model, saved by `save_pretrained` or as the model.safetensors of `save`."""
     from safetensors import SafetensorError, safe_open
 
     place = folder / module_folders(folder)[0]
@@ -135,7 +135,7 @@ def _require_fit(model: nn.Module, written: Recipe, sites: list[Located], found:
 
 
 def same_kind(here: torch.dtype, there: torch.dtype) -> bool:
-    """Whether numbers of one dtype may stand for those of another: floats of any width, else the very same."""
+    """True if one dtype may be loaded as another: floats of any width, otherwise only the same."""
     return here == there or (here.is_floating_point and there.is_floating_point)
 
 

@@ -40,7 +40,7 @@ def checked_options(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def takes(mechanism: str, option: str) -> bool:
-    """Whether a mechanism has an option of this name."""
+    """True if a mechanism has an option of this name."""
     return option in _declared(mechanism)
 
 

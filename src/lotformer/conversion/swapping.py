@@ -87,7 +87,7 @@ def fold_module(module: nn.Module) -> None:
 
 
 def foldable_projections(host: str, module: nn.Module, mechanism: nn.Module) -> Projections | str:
-    """How an attention module forms the queries and keys of its mechanism, or why they cannot be folded."""
+    """The projections of an attention module, or the reason why they cannot be folded."""
     reason = why_unfoldable(mechanism)
     if reason is not None:
         return reason

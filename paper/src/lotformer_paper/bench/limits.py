@@ -1,4 +1,4 @@
-"""What would take too long or too much memory is not started, and the result says so."""
+"""Limits: workloads that would take too long or too much memory are skipped, and the result says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def growth(before: Workload, after: Workload) -> float:
 
 
 def too_slow(workload: Workload, last: tuple[Workload, float] | None, limit: float) -> str | None:
-    """Why a workload would exceed the limit, from the seconds that the last smaller one took."""
+    """The reason why a workload would exceed the limit, from the seconds that the last smaller one took."""
     if last is None:
         return None
     seconds = last[1] * growth(last[0], workload)
@@ -29,7 +29,7 @@ def too_slow(workload: Workload, last: tuple[Workload, float] | None, limit: flo
 
 
 def too_large(workload: Workload, last: tuple[Workload, int] | None = None) -> str | None:
-    """Why a workload would not fit in memory, from its cost formula and the bytes the last smaller one needed."""
+    """The reason why a workload would not fit in memory, from its cost formula and the last smaller one's bytes."""
     free = process.available()
     if free is None:
         return None

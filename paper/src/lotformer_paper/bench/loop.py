@@ -1,4 +1,4 @@
-"""What the training loop adds to a step: its own steps and bare ones of the same model on the same images, in turns."""
+"""Overhead of the training loop: its steps and bare ones of the same model on the same images, in turns."""
 
 from __future__ import annotations
 

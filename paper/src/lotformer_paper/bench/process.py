@@ -12,7 +12,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def can_measure_peak() -> bool:
-    """Whether the high-water mark of this process can be read and reset (Linux)."""
+    """True if the high-water mark of this process can be read and reset (Linux)."""
     return _STATUS.exists() and _CLEAR.exists()
 
 

@@ -1,4 +1,4 @@
-"""How far LOT is from the machine's limit: its flops per second against those of a matrix product."""
+"""LOT against the machine's limit: its flops per second beside those of a matrix product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MATMUL = 1024
 
 @dataclass(frozen=True)
 class RooflineSettings(LotSettings):
-    """Which of the shapes, and for how long."""
+    """Shapes and time per measurement."""
 
     max_n: int = setting(2**17, "Skip shapes with more tokens.")
     seconds: float = setting(1.0, "Seconds to spend on each call.")

@@ -29,7 +29,7 @@ RANKS = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class RuntimeSettings(LotSettings):
-    """Which mechanisms at which lengths; or, with `against`, LOT against fused softmax (`against_sdpa`)."""
+    """Mechanisms and lengths; or, with `against`, LOT against fused softmax (`against_sdpa`)."""
 
     against: Literal["sdpa"] | None = setting(
         None, "Compare LOT at --rank with PyTorch's fused softmax on four shapes instead."

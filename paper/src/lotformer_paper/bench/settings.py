@@ -19,7 +19,7 @@ SAMPLE = 517  # tokens on which a backend has to agree with the reference
 
 @dataclass(frozen=True)
 class BenchSettings(Settings):
-    """What every benchmark needs."""
+    """Settings of every benchmark."""
 
     threads: int = setting(CORES, "Number of CPU threads.", at_least=1)
     backend: str | None = setting(None, "Backend of LOT; by default the best available one.")
@@ -28,7 +28,7 @@ class BenchSettings(Settings):
 
 @dataclass(frozen=True)
 class LotSettings(BenchSettings):
-    """What a benchmark of LOT needs."""
+    """Settings of benchmarks of LOT."""
 
     rank: int = setting(32, "Pivots per head.", at_least=1)
     iters: int = setting(5, "Sinkhorn sweeps of LOT.", at_least=1)
@@ -37,7 +37,7 @@ class LotSettings(BenchSettings):
 
     @property
     def lot_options(self) -> dict[str, Any]:
-        """How LOT is built for this benchmark, its rank aside."""
+        """Options of LOT in this benchmark, without the rank."""
         return {"iters": self.iters, "eps": self.eps, "balance": self.balance}
 
 

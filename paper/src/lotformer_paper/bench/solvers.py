@@ -1,4 +1,4 @@
-"""What exactness, bf16, balancing the keys alone and given scores cost or save, against Sinkhorn sweeps in fp32."""
+"""Costs of exactness, bf16, balancing the keys alone and given scores, against Sinkhorn sweeps in fp32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "solvers"
 
 @dataclass(frozen=True)
 class SolverSettings(LotSettings):
-    """How sharp, how exact, and for how long."""
+    """Sharpness, exactness and time per measurement."""
 
     eps: float = setting(0.1, "Entropic regularisation of LOT.")
     tol: float = setting(1e-5, "Residual at which the exact solver stops.")
@@ -104,7 +104,7 @@ def run(
 def _calls(
     shape: Shape, settings: SolverSettings, backend: str
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """What is timed by name, and how far the column sums of each are off."""
+    """Timed variants by name, with the errors of their column sums."""
     generator = torch.Generator().manual_seed(settings.seed)
     pivots = torch.randn(shape.heads, settings.rank, shape.head_dim, generator=generator)
     log_masses = torch.zeros(shape.heads, settings.rank).log_softmax(-1)

@@ -102,7 +102,7 @@ WHY: dict[tuple[str, str], tuple[str, ...]] = {
     ("lot_pvt_tiny", "lot"): (_PVT_POSITIONS,),
     **{("lot_swin_tiny", name): (_SWIN_POSITIONS,) for name in ("hydra", "efficient", "angular", "enhanced")},
 }
-"""What makes a row differ from the paper's by more than 2 %."""
+"""Reasons for rows that differ from the paper's by more than 2 %."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def run(
 
 
 def agrees(ours: float, printed: str) -> bool:
-    """Whether a count is within 2 % of a number that the paper may have rounded to what it prints."""
+    """True if a count is within 2 % of a number that the paper may have rounded."""
     decimals = len(printed.partition(".")[2])
     half = 0.5 * 10**-decimals
     return 0.98 * (float(printed) - half) <= ours <= 1.02 * (float(printed) + half)

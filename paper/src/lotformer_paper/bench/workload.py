@@ -1,4 +1,4 @@
-"""What is measured: a mechanism on random tokens, forward or forward and backward."""
+"""A workload: a mechanism on random tokens, forward or forward and backward."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class ZooSettings(LotSettings):
-    """Which mechanisms, and at which sizes."""
+    """Mechanisms and sizes."""
 
     mechanisms: tuple[str, ...] = setting((), "Mechanisms to list; by default all.")
     n: int = setting(1024, "Sequence length for times and memory.", at_least=1)

@@ -1,4 +1,4 @@
-"""Where a result comes from: enough to judge it and to make it again."""
+"""Provenance of a result: enough to judge it and to make it again."""
 
 from __future__ import annotations
 

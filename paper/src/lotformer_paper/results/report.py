@@ -1,4 +1,4 @@
-"""What is rendered from stored results: `table.md` with the commands that made it, and figures."""
+"""Rendering of stored results: `table.md` with the commands that made it, and figures."""
 
 from __future__ import annotations
 

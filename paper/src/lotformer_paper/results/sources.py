@@ -1,4 +1,4 @@
-"""What a result was computed from, by content: the same path may hold other weights tomorrow."""
+"""Sources of a result, by content: the same path may hold other weights tomorrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conversion needs to know about the models of one library, in one class per library."""
+"""Knowledge that conversion needs about the models of one library, in one class per library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Host(ABC):
     # attention modules
 
     def is_attention(self, module: nn.Module) -> bool:
-        """Whether a module is attention of this library, converted or not, convertible or not."""
+        """True if a module is attention of this library, converted or not, convertible or not."""
         return type(module) in self.classes or type(module) in self.classes.values()
 
     @abstractmethod
@@ -61,11 +61,11 @@ class Host(ABC):
         """The number of heads of a convertible attention module, and their dimension."""
 
     def is_causal(self, model: nn.Module, name: str, module: nn.Module) -> bool:
-        """Whether the attention module called `name` lets tokens see only those before them."""
+        """True if the attention module called `name` is causal."""
         return bool(getattr(module, "is_causal", False))
 
     def why_not(self, model: nn.Module, name: str, module: nn.Module) -> str | None:
-        """Why an attention module stays as it is; None if it is bidirectional self-attention that can be converted."""
+        """The reason why an attention module stays as it is; None if it can be converted."""
         return CAUSAL if self.is_causal(model, name, module) else None
 
     def find(self, model: nn.Module) -> list[Site | Skipped]:
@@ -91,7 +91,7 @@ class Host(ABC):
             module.__class__ = originals[type(module)]
 
     def projections(self, module: nn.Module, num_heads: int, head_dim: int) -> Projections | str:
-        """How an attention module forms its queries and keys, or why that is no linear map of its input.
+        """The projections of an attention module, or the reason why they are no linear map of its input.
 
         The factor of the scores that the host would apply, over `D^-1/2`, is in the queries.
         """
@@ -104,11 +104,11 @@ class Host(ABC):
     # models, and parts of models, around attention modules
 
     def input_kind(self, enclosure: nn.Module) -> InputKind | None:
-        """What a model of this library reads."""
+        """The kind of input that a model of this library reads."""
         return None
 
     def special_tokens(self, enclosure: nn.Module) -> int | None:
-        """How many tokens ([CLS], distillation, registers) `enclosure` puts before the patches of an image."""
+        """The number of special tokens ([CLS], distillation, registers) that `enclosure` puts before the patches."""
         return None
 
     def patches(self, enclosure: nn.Module) -> nn.Module | None:
@@ -120,9 +120,9 @@ class Host(ABC):
         return None
 
     def takes_a_mapping(self, model: nn.Module) -> bool:
-        """Whether a model takes a batch as one mapping, which is its to change, instead of keyword arguments."""
+        """True if a model takes a batch as one mapping, which it may change, instead of keyword arguments."""
         return False
 
     def missing_inputs(self, model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> list[str]:
-        """What a model of this library, which has just failed, is usually called with and was not."""
+        """Advice after a failed call: the usual arguments of this library's models that were missing."""
         return []

@@ -1,4 +1,4 @@
-"""What the configs of a Hugging Face model say about its attention: to transformers' dispatch, and to config.json.
+"""The configs of a Hugging Face model, as transformers' dispatch and config.json read its attention from them.
 
 Every Hugging Face model that holds converted attention gets a copy of its config with two more keys, which
 `save_pretrained` writes: the recipe, and `attn_implementation = "lotformer"`. transformers honours the second one when
@@ -85,13 +85,13 @@ def settle(model: nn.Module) -> None:
 
 
 def implementation_of_the_model(layer: nn.Module) -> str | None:
-    """What the config of the fully converted model around a converted layer says now; "lot" unless somebody set it."""
+    """The setting in the config of the fully converted model around a layer; "lot" unless somebody changed it."""
     governor = layer.__dict__.get(_GOVERNOR)
     return IMPLEMENTATION if governor is None else governor._attn_implementation
 
 
 def dispatches(module: nn.Module) -> bool:
-    """Whether a module asks transformers' registry for the function that mixes its tokens."""
+    """True if a module asks transformers' registry for its attention function."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
@@ -102,7 +102,7 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_inscribed(config: PreTrainedConfig) -> bool:
-    """Whether this is the config of a converted model in memory, not one that has just been read."""
+    """True for the config of a converted model in memory, False for one that has just been read."""
     return config.__dict__.get(_SAVED_KEY) == SAVED
 
 

@@ -18,7 +18,7 @@ _PROCESSOR = "_lotformer_processor"
 
 
 class MechanismProcessor:
-    """What `AttnProcessor2_0` does, with the mechanism of the module in the middle."""
+    """Replacement of `AttnProcessor2_0` that calls the module's mechanism."""
 
     def __call__(
         self,

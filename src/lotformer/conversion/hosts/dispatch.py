@@ -1,4 +1,4 @@
-"""What transformers calls once a model is converted: the attention and the masks of `attn_implementation="lot"`.
+"""Functions that transformers calls in a converted model: the attention and the masks of `attn_implementation="lot"`.
 
 Neither this module nor others that `conversion.pretrained` needs import `transformers.modeling_utils` on their own:
 whoever does so first has it registered.
@@ -29,7 +29,7 @@ def attention_forward(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of softmax attention; returns `(B, N, H, D)` and no weights.
+    """Attention function for transformers in place of softmax; returns `(B, N, H, D)` and no weights.
 
     The host's attention dropout is not applied: it drops entries of a matrix that is never formed. Mechanisms have
     their own `dropout` option.
@@ -61,7 +61,7 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers calls to make the mask of converted layers: `(B, M)` where padding is all there is to say."""
+    """Mask function for transformers: `(B, M)` where the mask of converted layers is about padding only."""
     if mask_function is not bidirectional_mask_function:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs

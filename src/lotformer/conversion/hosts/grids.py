@@ -1,4 +1,4 @@
-"""Where the patches of a vision transformer are cut, for mechanisms with a 2-D part."""
+"""The grid of a vision transformer's patches, for mechanisms with a 2-D part."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def _in_causal_tower(model: nn.Module, name: str) -> bool:
-    """Whether the mask that reaches a module is causal though the module does not say so (the text half of CLIP).
+    """True if the mask that reaches a module is causal though the module does not say so (CLIP's text half).
 
     Masks are made in the `forward` of an enclosing model. The nearest one that makes any decides; one that makes both
     kinds leaves the choice to attributes that the modules carry.

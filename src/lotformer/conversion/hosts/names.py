@@ -32,7 +32,7 @@ def patches(enclosure: nn.Module) -> nn.Module | None:
 
 
 def _is_of_a_tower(enclosure: nn.Module, part: str) -> bool:
-    """Whether a part of a module lies in a child with attention of its own, which the patches are for."""
+    """True if a part lies in a child that has attention of its own, for which the patches are made."""
     child, _, inner = part.partition(".")
     return bool(inner) and any(
         "Attention" in type(module).__name__ for module in enclosure.get_submodule(child).modules()

@@ -20,20 +20,20 @@ _CONFIG = "max_position_embeddings"
 
 @dataclass(frozen=True)
 class Positions:
-    """How many tokens a model reads: `trained` as it was, `tokens` with its table interpolated."""
+    """Lengths that a model reads: `trained` as it was, `tokens` with its table interpolated."""
 
     trained: int
     tokens: int
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """How many tokens the learned table of a model has positions for; None if it has none."""
+    """The number of positions in the learned table of a model; None without one."""
     found = _tables(model)
     return _tokens(found[0]) if len(found) == 1 else None
 
 
 def plan(model: nn.Module, tokens: int) -> Positions:
-    """What it takes to let a model read so many tokens.
+    """The positions that let a model read so many tokens.
 
     Raises:
         ValueError: it has no learned table of absolute positions, or one that is long enough.

@@ -45,7 +45,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Record:
-    """What a converted module remembers, so that the conversion can be described and undone.
+    """The record kept by a converted module, by which the conversion can be described and undone.
 
     `tokens` is what reached it as far as could be told when it was converted, `grids` tells the grid of patches where
     its mechanism needs one.
@@ -130,7 +130,7 @@ def relative_scale(scale: float | None, head_dim: int) -> float:
 
 
 def is_folded(module: nn.Module) -> bool:
-    """Whether a module is converted and in its inference form: it makes values alone."""
+    """True if a module is converted and folded: it forms values alone."""
     record = record_of(module)
     return record is not None and record.recipe.folded
 

@@ -1,4 +1,4 @@
-"""What stands before and around the tokens that reach an attention module, as far as any host tells."""
+"""Kinds of tokens and special tokens of an attention module, as far as any host tells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sites import TokenKind
 
 
 def special_tokens(model: nn.Module, name: str) -> int:
-    """How many ([CLS], distillation, registers) a vision transformer puts before the patches that reach a module.
+    """The number of special tokens ([CLS], distillation, registers) before the patches that reach a module.
 
     0 if it has none.
     """
@@ -25,7 +25,7 @@ def special_tokens(model: nn.Module, name: str) -> int:
 
 
 def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
-    """What the tokens are that reach the module called `name`: words, or patches on a grid; None if nobody says."""
+    """The kind of tokens that reach the module called `name`: words, or patches on a grid; None if unknown."""
     if patches_before(model, name) is not None:
         return "image"
     hosts = present()
@@ -38,7 +38,7 @@ def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
 
 
 def patches_before(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
-    """What cuts the patches which reach the module called `name`, and the name of the nearest module around both."""
+    """The module that cuts the patches for the module called `name`, and the name of the nearest module around both."""
     hosts = present()
     for outer, enclosure in _enclosures(model, name):
         for host in hosts:
@@ -51,7 +51,7 @@ def patches_before(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 
 
 def _enclosures(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """What holds the module called `name`, the nearest first, the model itself last."""
+    """The enclosures of the module called `name`, the nearest first, the model itself last."""
     while name:
         name = name.rpartition(".")[0]
         yield name, model.get_submodule(name)

@@ -26,7 +26,7 @@ OnBatch = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer saw on one batch, and what softmax made of it.
+    """The inputs of one layer on one batch, and softmax's output for them.
 
     Attributes:
         q, k, v: `(B, H, N, D)`. mask: of the keys, `(B, N)`, or None. grid: of the tokens where the host knows one.
@@ -54,7 +54,7 @@ class Attended:
         return int(((tokens - behind - first) * self.mask.any(-1)).max())
 
     def is_softmax_to(self, mechanism: Attention) -> bool:
-        """Whether the mechanism does here what softmax does: every token has all keys in its window."""
+        """True if the mechanism equals softmax here: every token has all keys in its window."""
         if not isinstance(mechanism, LOT) or mechanism.near is None:
             return False
         tokens = self.length if mechanism.near.kind == "1d" else self.k.shape[2]  # a grid has its size, padded or not
@@ -62,7 +62,7 @@ class Attended:
 
 
 def projected(out: Tensor, projection: Tensor | None) -> Tensor:
-    """What attention `(B, H, N, D)` hands on, `(B, N, C)` in fp32 or wider; heads side by side without a projection."""
+    """The output `(B, N, C)` of attention `(B, H, N, D)`, in fp32 or wider; concatenated heads without a projection."""
     side_by_side = widened(out).transpose(1, 2).flatten(2)
     return side_by_side if projection is None else side_by_side @ widened(projection).mT
 
@@ -112,7 +112,7 @@ def _attended(runs: list[_Note], projection: Tensor | None) -> Attended:
 
 
 class Activations:
-    """What each converted layer of a model saw, batch by batch, with softmax in place of its mechanism.
+    """The inputs of each converted layer, batch by batch, with softmax in place of its mechanism.
 
     The model runs on the batches with a `wanted` index, all by default; `cache[index]` is what its layers saw there. Up
     to `memory_limit` bytes stay in the memory of the host, whatever device the model is on; further batches go to

@@ -37,7 +37,7 @@ _FORECAST_BATCHES = 4  # each is run twice, the first one once more for every la
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What calibration achieved.
+    """The outcome of calibration.
 
     Attributes:
         error_before, error_after: relative squared error of each layer's projected output on the held-back
@@ -200,7 +200,7 @@ def calibrate(
 
 
 class _Calibration:
-    """What the loop does when it calibrates: every layer's objective, and which parameters did best so far."""
+    """The loop's view of calibration: every layer's objective, and the best parameters so far."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ def _spread(indices: Sequence[int], count: int) -> list[int]:
 
 
 def _drawn(pool: Sequence[int], seed: int, steps: int) -> list[int]:
-    """What so many steps will see of the pool."""
+    """The part of the pool that so many steps will see."""
     stream = Shuffled(pool, seed)
     return [stream.next() for _ in range(min(steps, len(pool)))]
 

@@ -33,5 +33,5 @@ class ExactShare:
             mechanism.config = exact
 
     def reached(self, step: int) -> bool:
-        """Whether exact solves have had a turn after `step` steps, or there are none to wait for."""
+        """True if exact solves have had a turn after `step` steps, or there are none to wait for."""
         return step > self.start or not self.switched

@@ -38,7 +38,7 @@ TaskLoss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True)
 class FinetuningReport:
-    """What fine-tuning did.
+    """The outcome of fine-tuning.
 
     Attributes:
         losses: at every step. best_step: whose weights were kept; the last unless batches were held back.
@@ -208,7 +208,7 @@ def softmax_copy(model: nn.Module) -> nn.Module:
 
 
 class _Loss:
-    """What a batch costs: the task's loss, the distance from the teacher, or both."""
+    """The loss of a batch: the task's, the distance from the teacher, or both."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ _SLOWER = 1 / 3
 
 
 class _Finetuning:
-    """What the loop does when it fine-tunes: one loss, and which weights did best on the held-back batches so far."""
+    """The loop's view of fine-tuning: one loss, and the weights that did best on held-back batches so far."""
 
     def __init__(
         self,

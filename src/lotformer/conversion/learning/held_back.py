@@ -1,4 +1,4 @@
-"""What may be learned: from which batches, the others being measured on, and by which models."""
+"""Splits batches into those to learn from and those to measure on, and checks that a model can learn."""
 
 from __future__ import annotations
 

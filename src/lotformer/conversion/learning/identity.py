@@ -1,4 +1,4 @@
-"""What a run of calibration or fine-tuning is made of: its checkpoint carries this and refuses anything else."""
+"""The identity of a run of calibration or fine-tuning: its checkpoint carries it and refuses any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a mechanism is from the softmax attention it replaces, on the same queries, keys and values."""
+"""Distances of a mechanism from the softmax attention it replaces, on the same queries, keys and values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fresh_errors(model: nn.Module, batch: Batch) -> dict[str, float] | None:
 
 
 def tells_nothing(model: nn.Module, batch: Batch) -> bool:
-    """Whether all converted layers read this batch as softmax does."""
+    """True if all converted layers read this batch as softmax does."""
     with Activations(model, [batch], memory_limit=1 << 40) as cache:
         return not cache.telling
 

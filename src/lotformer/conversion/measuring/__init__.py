@@ -1,1 +1,1 @@
-"""What a conversion changed: outputs before and after, couplings, embeddings."""
+"""Measurements of a conversion: outputs before and after, couplings, embeddings."""

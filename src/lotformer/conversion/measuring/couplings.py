@@ -1,4 +1,4 @@
-"""How exact and how doubly stochastic the attention inside a model is, on given inputs."""
+"""Residuals and doubly stochastic errors of the attention inside a model, on given inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CouplingQuality:
 
 
 class _Call(NamedTuple):
-    """What an attention mechanism is about to mix, by the names of its arguments."""
+    """The arguments of an attention mechanism's call, by name."""
 
     q: Tensor
     k: Tensor
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
         return mechanism.coupling(self.q, self.k, self.key_mask, self.query_mask, grid=self.grid)
 
     def has_plan(self, mechanism: LOT) -> bool:
-        """Whether anything is transported, not all of it read by softmax."""
+        """True if something is transported, not everything read by softmax."""
         return not mechanism.is_softmax(self.q.shape[2], self.grid)
 
 

@@ -1,4 +1,4 @@
-"""How much of a sentence encoder survives: its embeddings before and after, compared."""
+"""Fidelity of a converted sentence encoder: its embeddings before and after, compared."""
 
 from __future__ import annotations
 

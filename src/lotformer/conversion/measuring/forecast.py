@@ -1,4 +1,4 @@
-"""What to expect of a calibrated model: errors of single layers compound, and outputs tell how far."""
+"""Forecast of a calibrated model: errors of single layers compound, and outputs tell how far."""
 
 from __future__ import annotations
 

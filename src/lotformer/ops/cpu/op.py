@@ -45,7 +45,7 @@ def instruction_sets() -> list[str]:
 
 
 def sum_to_one(log_masses: Tensor) -> bool | None:
-    """Whether the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
+    """True if the masses `(H, R)` of every head sum to one, to 2 %; None if the extension cannot tell."""
     x = log_masses
     if load_error or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return None

@@ -1,4 +1,4 @@
-"""How operators of the extension become torch's: shapes for tracing, gradients, and a short way for eager calls."""
+"""Registration of the kernels with torch: shapes for tracing, gradients, and a short way for eager calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 load_error: str | None = None
-"""Why the extension is not there."""
+"""The reason why the extension is missing."""
 if find_spec(f"{__package__}._kernel") is None:
     load_error = "nothing was compiled when the package was installed, as where there is no C++ compiler"
 else:
@@ -40,7 +40,7 @@ def why_unavailable() -> str | None:
 
 
 def why_not_here(dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> str | None:
-    """Why no operator of the extension takes these tensors now."""
+    """The reason why no operator of the extension takes these tensors now."""
     for x in tensors:
         if x is None:
             continue
@@ -68,7 +68,7 @@ def fresh_like(x: Tensor) -> Tensor:
 
 
 def output_like(q: Tensor, v: Tensor) -> Tensor:
-    """What the kernels allocate for a row of values for each query: in the layout of the queries."""
+    """A tensor for a row of values per query, in the layout of the queries."""
     batch, heads, n, dim = q.shape
     width = v.shape[3]
     if dim == width:

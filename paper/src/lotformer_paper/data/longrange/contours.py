@@ -116,7 +116,7 @@ class _Board:
         return _Board(self.owner[rows])
 
     def is_free(self, places: _Ints, ignored: int) -> _Bools:
-        """Whether nothing but the dash `ignored` owns any of the places `(n, …, k)`."""
+        """True where nothing but the dash `ignored` owns any of the places `(n, …, k)`."""
         rows = np.arange(len(places)).reshape(-1, *[1] * (places.ndim - 1))
         owners = self.owner[rows, places]
         return ((owners == _FREE) | (owners == ignored)).all(-1)
@@ -272,6 +272,6 @@ def _seat(rng: np.random.Generator, board: _Board) -> tuple[_Ints, _Ints, _Bools
 
 
 def _stamp(canvas: npt.NDArray[np.float32], rows: _Ints, centre: _Ints, stamps: npt.NDArray[Any]) -> None:
-    """Where the stamp is brighter than the image, it is seen."""
+    """Draw the stamp where it is brighter than the image."""
     places = (rows[:, None], centre[:, None] + _PATCH)
     canvas[places] = np.maximum(canvas[places], stamps)

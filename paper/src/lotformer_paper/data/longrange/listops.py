@@ -145,7 +145,7 @@ def decode(tokens: Sequence[int] | Tokens) -> str:
 
 
 def without_brackets(tokens: Tokens) -> Tokens:
-    """What the published tokenizer leaves of an expression."""
+    """An expression as the published tokenizer leaves it."""
     return tokens[tokens != _CLOSE]
 
 

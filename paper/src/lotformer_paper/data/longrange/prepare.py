@@ -40,7 +40,7 @@ class Source(Protocol):
         """Plain data that determines the contents; another description is another set."""
 
     def shards(self) -> Mapping[str, int]:
-        """How many shards each split has."""
+        """The number of shards of each split."""
 
     def make(self, split: str, number: int) -> Shard:
         """One shard."""

@@ -17,7 +17,7 @@ from .text import ReviewFiles
 
 @dataclass(frozen=True)
 class Task:
-    """What a model has to know about a task. Token 0 is padding in text and ListOps, and a black pixel in images."""
+    """A task as a model sees it. Token 0 is padding in text and ListOps, and a black pixel in images."""
 
     name: str
     vocabulary: int
@@ -42,7 +42,7 @@ TASKS: dict[str, Task] = {
 
 
 def source(task: str, folder: Path, *, seed: int = 0, brackets: bool = True, released: bool = False) -> Source:
-    """Where the examples of a task come from.
+    """The source of a task's examples.
 
     Args:
         folder: of unpacked public sets; generated tasks need none of them.

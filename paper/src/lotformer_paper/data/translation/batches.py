@@ -71,7 +71,7 @@ class Collate:
 
 
 def labels_of(decoder_input_ids: Tensor, pad: int, eos: int) -> Tensor:
-    """What a decoder shown `start, y₁ … yₙ, pad …` should say: `y₁ … yₙ, eos, pad …`, of the same shape."""
+    """Targets of a decoder shown `start, y₁ … yₙ, pad …`: `y₁ … yₙ, eos, pad …`, of the same shape."""
     said = torch.nn.functional.pad(decoder_input_ids[:, 1:], (0, 1), value=pad)
     lengths = (said != pad).sum(1, keepdim=True)
     return said.scatter(1, lengths, eos)

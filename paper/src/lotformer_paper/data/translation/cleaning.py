@@ -1,4 +1,4 @@
-"""Which pairs are fit to learn from: the rules of Moses' `clean-corpus-n`."""
+"""Filter of sentence pairs: the rules of Moses' `clean-corpus-n`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sentence pairs come from: public corpora in their own layouts, or any aligned files."""
+"""Sources of sentence pairs: public corpora in their own layouts, or any aligned files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def multi30k(folder: Path, source: str, target: str) -> Corpus:
 
 
 def multi30k_files(folder: Path, source: str, target: str) -> list[Path]:
-    """What `multi30k` reads: source and target of train, then of validation, then of test."""
+    """Files of `multi30k`: source and target of train, then of validation, then of test."""
     places = [folder / "task1" / "raw", folder / "data" / "task1" / "raw"]
     places += sorted(place for pattern in ("*/task1/raw", "*/data/task1/raw") for place in folder.glob(pattern))
     splits = ("train", "val", "test_2016_flickr")

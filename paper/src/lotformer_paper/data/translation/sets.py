@@ -33,7 +33,7 @@ _SIDES = ("source", "target")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a set is made of.
+    """The description of a set.
 
     Attributes:
         corpora: names among `corpora.READERS`, or "files" with three prefixes of aligned files; the first one's
