@@ -14,8 +14,9 @@ from lotformer.ops import backends, reference
 from lotformer_paper.bench import limits, process
 from lotformer_paper.bench.agreement import KernelDisagrees, check_backend
 from lotformer_paper.bench.peak import Usage, measure
-from lotformer_paper.bench.timing import Timing, alternate, ratios, thread_count
+from lotformer_paper.bench.timing import Timing, alternate, ratios
 from lotformer_paper.bench.workload import Shape, Workload, near_square
+from lotformer_paper.results.provenance import thread_count
 from support.cpu_kernel import needs_kernel
 
 needs_proc = pytest.mark.skipif(not process.can_measure_peak(), reason="peak memory is read from /proc (Linux)")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from .process import memory_kept
 
@@ -19,19 +16,6 @@ class Timing:
     best: float
     median: float
     repeats: int
-
-
-@contextmanager
-def thread_count(threads: int) -> Iterator[None]:
-    """Run with this many threads and put the old number back."""
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}.")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def alternate(

@@ -16,9 +16,8 @@ from lotformer.files import require_writable
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
 from ..bench.settings import BenchSettings
-from ..bench.timing import thread_count
 from ..results import plain
-from ..results.provenance import Provenance, provenance
+from ..results.provenance import Provenance, provenance, thread_count
 from ..results.report import Report
 from .reports import publish
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,38 +9,15 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.terminal import one_clear_error
-from lotformer.reading import read_json
 
 from ..bench import against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo
-from ..experiments import balance, glue, stsb, survival
-from ..experiments.longrange import pathfinder_check
-from ..experiments.longrange import search as lra_search
-from ..experiments.longrange import table as lra
-from ..experiments.longrange import throughput as lra_throughput
-from ..experiments.translation import speed as translation_speed
-from ..experiments.translation import table as translation
-from ..experiments.vision import ladder, rank, robustness, sinkhorn
+from ..experiments import engine
 from ..results.report import Report
 from .reports import publish
 
-_BENCHMARKS = (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
-_EXPERIMENTS = (
-    balance,
-    glue,
-    stsb,
-    lra,
-    lra_search,
-    lra_throughput,
-    pathfinder_check,
-    ladder,
-    rank,
-    sinkhorn,
-    robustness,
-)
-_TRANSLATION = (translation, translation_speed)
-_SURVIVAL = (survival.anatomy, survival.speed, survival.vision, survival.retrieval, survival.translation)
-RENDERERS: dict[str, Callable[[Path], Report]] = {
-    module.NAME: module.render for module in (*_BENCHMARKS, *_EXPERIMENTS, *_TRANSLATION, *_SURVIVAL)
+_BENCHMARKS = {
+    module.NAME: module.render
+    for module in (against_sdpa, encoder, layer, loop, memory, model, roofline, runtime, solvers, vision_models, zoo)
 }
 
 
@@ -52,18 +28,9 @@ def render(
     console = Console()
     for folder in folders:
         with one_clear_error(console, f"Cannot render {folder}"):
-            publish(console, RENDERERS[_experiment(folder)](folder), folder)
+            publish(console, report_of(folder), folder)
 
 
-def _experiment(folder: Path) -> str:
-    """The name that the JSON files in a folder carry, or that of the experiment that gathers such folders."""
-    if balance.holds(folder):
-        return balance.NAME
-    for path in sorted(folder.rglob("*.json")):
-        try:
-            found = read_json(path)
-        except (ValueError, OSError):
-            continue  # a damaged cell is named when it is rendered
-        if isinstance(found, dict) and found.get("experiment") in RENDERERS:
-            return str(found["experiment"])
-    raise ValueError(f"it holds no result of {', '.join(RENDERERS)}.")
+def report_of(folder: Path) -> Report:
+    """The report of the benchmark or the experiment that the results in a folder name."""
+    return _BENCHMARKS.get(engine.name_of(folder), engine.render)(folder)

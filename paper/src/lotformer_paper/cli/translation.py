@@ -10,21 +10,13 @@ import typer
 from rich.console import Console
 
 from lotformer.cli.settings import with_settings
-from lotformer.cli.terminal import command_line, one_clear_error, progress_bar, say
-from lotformer.data.folder import VARIABLE, data_folder
+from lotformer.cli.terminal import one_clear_error, progress_bar, say
+from lotformer.data.folder import data_folder
 from lotformer.reading import decoded_lines, read_lines
 
 from ..data.translation.sets import prepare
-from ..experiments.translation import speed, table
 from ..experiments.translation.settings import PairSettings, TranslationSettings, completed, recipe_of
-from .reports import publish
-
-WANTED = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help=f"Folder that holds {WANTED}; prepared sets are kept in it. [${VARIABLE}]", show_default=False),
-]
+from ..experiments.translation.table import WANTED, PairsDir
 
 
 def prepare_pairs(console: Console, settings: PairSettings, folder: Path) -> None:
@@ -37,7 +29,7 @@ def prepare_pairs(console: Console, settings: PairSettings, folder: Path) -> Non
 @with_settings(TranslationSettings, completed)
 def train_translation(
     settings: TranslationSettings,
-    data_dir: DataDir = None,
+    data_dir: PairsDir = None,
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, weights, logs.")] = Path("out/translation"),
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out, if there is one.")] = False,
 ) -> None:
@@ -89,40 +81,3 @@ def translate_command(
                 longest=longest, on_batch=lambda done, total: listen("translating", done, total),
             )  # fmt: skip
     sys.stdout.writelines(f"{line}\n" for line in made)
-
-
-@with_settings(table.TableSettings, completed)
-def experiment_translation(
-    settings: table.TableSettings,
-    data_dir: DataDir = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the results; cells that are finished there are not run again.")
-    ] = Path("out/translation"),
-    runs: Annotated[Path, typer.Option(help="Folder in which bases are trained and kept.")] = Path(
-        "out/translation-runs"
-    ),
-) -> None:
-    """Table 5: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune."""
-    console = Console()
-    with one_clear_error(console, "Cannot run the experiment", "text"):
-        folder = data_folder(data_dir, WANTED)
-        with progress_bar(console) as listen:
-            table.run(settings, folder, out, runs, listen, command_line())
-        publish(console, table.render(out), out)
-
-
-@with_settings(speed.SpeedSettings)
-def experiment_translation_speed(
-    settings: speed.SpeedSettings,
-    model: Annotated[Path, typer.Argument(help="Folder of a Marian checkpoint with softmax attention.")],
-    text: Annotated[Path, typer.Argument(help="File with one source sentence per line.")],
-    out: Annotated[Path, typer.Option(help="Folder for the results; what is measured there is not run again.")] = Path(
-        "out/translation-speed"
-    ),
-) -> None:
-    """Translations per second, softmax against a converted encoder: sentences, and documents of 2,000 tokens."""
-    console = Console()
-    with one_clear_error(console, "Cannot run the experiment", "text"):
-        with progress_bar(console) as listen:
-            speed.run(settings, model, text, out, listen, command_line())
-        publish(console, speed.render(out), out)

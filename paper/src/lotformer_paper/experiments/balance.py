@@ -6,20 +6,19 @@ Each seed has a folder with the cells of both experiments, `seed0/stsb` and `see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from lotformer.cli.tables import Table, mean_and_deviation
+from lotformer.cli.terminal import Listener
 from lotformer.data.glue import TASKS
 from lotformer.settings import Settings, setting
 
-from ..results.cells import CellFolder, Listener, Record
-from ..results.report import Report
+from ..results.cells import Record
 from . import glue, stsb
-
-NAME = "balance"
+from .engine import Experiment, Job, alike
+from .inputs import Encoder, GlueData
 
 VARIANTS = ("lot-near", "lot-near-keys", "lot-near-none")
 _PAIRS = "stsb"
@@ -65,105 +64,65 @@ class BalanceSettings(Settings):
         )
 
 
-def run(
-    checkpoint: Path,
-    data: Path,
-    out: Path,
-    settings: BalanceSettings,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> None:
-    """Fill every cell of every seed that is not in `out` yet.
-
-    Raises:
-        ValueError: `out` holds cells made from something else.
-    """
-    for seed in settings.seeds:  # all of them at the door: the last seed begins hours after the first
-        pairs, tasks = _places(out, seed)
-        stsb.check(checkpoint, data, pairs, VARIANTS, settings.stsb(seed))
-        glue.check(checkpoint, data, tasks, settings.glue_tasks, VARIANTS, settings.glue(seed))
+def plan(
+    settings: BalanceSettings, listen: Listener, checkpoint: Encoder = None, data_dir: GlueData = None
+) -> Iterator[Job]:
+    """The jobs of both experiments for every seed."""
+    variants = ", ".join(VARIANTS)
     for seed in settings.seeds:
-        pairs, tasks = _places(out, seed)
         told = partial(_with_seed, seed, listen)
-        stsb.run(checkpoint, data, pairs, VARIANTS, settings.stsb(seed), told, command)
-        glue.run(checkpoint, data, tasks, settings.glue_tasks, VARIANTS, settings.glue(seed), told, command)
-
-
-def holds(folder: Path) -> bool:
-    """Whether a folder is laid out as one of this experiment, whichever commands have filled it."""
-    return any(place.is_dir() for kind in (stsb.NAME, glue.NAME) for place in folder.glob(f"seed*/{kind}"))
-
-
-def render(folder: Path) -> Report:
-    """The table of the finished cells of all seeds, whichever runs made them, and below it what was spent on them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    stage = _last_stage(folder)
-    found = list(_found(folder, stage))
-    table = _table(found)
-    if not table.rows:
-        raise ValueError(f"{folder} holds no finished cell.")
-    commands = tuple(dict.fromkeys(one.record.provenance.command for one in found))
-    return Report(commands, (table,), (*_meaning(stage), *_budgets(found)))
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A finished cell of one seed: the task it is of, and the row it belongs in."""
-
-    task: str
-    row: str
-    seed: int
-    record: Record
-
-    def budget(self, seeds: str) -> str:
-        experiment = stsb if self.record.experiment == stsb.NAME else glue
-        return experiment.budget(self.record, seeds)
-
-
-def _places(out: Path, seed: int) -> tuple[Path, Path]:
-    return out / f"seed{seed}" / stsb.NAME, out / f"seed{seed}" / glue.NAME
+        pairs = stsb.plan(settings.stsb(seed), told, checkpoint, data_dir, variants)
+        tasks = glue.plan(settings.glue(seed), told, checkpoint, data_dir, ", ".join(settings.glue_tasks), variants)
+        for jobs, of in ((pairs, stsb.EXPERIMENT), (tasks, glue.EXPERIMENT)):
+            yield from (replace(job, below=f"seed{seed}/{of.name}", of=of) for job in jobs)
 
 
 def _with_seed(seed: int, listen: Listener, what: str, now: int, total: int) -> None:
     listen(f"seed {seed}: {what}", now, total)
 
 
-def _last_stage(folder: Path) -> str:
+def _task(record: Record) -> str:
+    return _PAIRS if record.experiment == stsb.EXPERIMENT.name else str(record.cell.task)
+
+
+def _row(record: Record) -> str:
+    return str(record.cell.variant if _task(record) == _PAIRS else record.cell.method)
+
+
+def _seed(record: Record) -> int:
+    return int(record.origin.settings["seed"])
+
+
+def _stage(records: Iterable[Record]) -> str:
     """The stage of STS-B that is shown: one for all, because stages do not mix in a mean."""
     *_, calibrated, finetuned = stsb.STAGES
-    return finetuned if any(folder.glob(f"seed*/{stsb.NAME}/*/{finetuned}.json")) else calibrated
+    there = {record.cell.stage for record in records if _task(record) == _PAIRS}
+    return finetuned if finetuned in there else calibrated
 
 
-def _found(folder: Path, stage: str) -> Iterator[_Found]:
-    names = [place.name.removeprefix("seed") for place in folder.glob("seed*")]
-    for seed in sorted(int(name) for name in names if name.isdecimal()):
-        pairs, tasks = _places(folder, seed)
-        for row in stsb.VARIANTS:
-            record = CellFolder(pairs / row, stsb.Cell, stsb.NAME).record(stage)
-            if record is not None:
-                yield _Found(_PAIRS, row, seed, record)
-        for task in (name for name in TASKS if name != _PAIRS):
-            cells = CellFolder(tasks / task, glue.Cell, glue.NAME)
-            for row in ("softmax", *glue.METHODS):
-                record = cells.record(row)
-                if record is not None:
-                    yield _Found(task, row, seed, record)
+def _arranged(records: list[Record]) -> list[Record]:
+    """By seed, then STS-B at its stage, then the tasks of GLUE; none if there is nothing but softmax."""
+    stage, tasks, rows = _stage(records), [_PAIRS, *TASKS], ["softmax", *dict.fromkeys((*stsb.VARIANTS, *glue.METHODS))]
+    shown = [
+        record
+        for record in records
+        if (record.cell.stage == stage if record.experiment == stsb.EXPERIMENT.name else record.cell.task != _PAIRS)
+    ]
+    order = sorted(shown, key=lambda one: (_seed(one), tasks.index(_task(one)), rows.index(_row(one))))
+    return order if any(_row(record) != "softmax" for record in order) else []
 
 
-def _table(found: Sequence[_Found]) -> Table:
-    tasks = [task for task in TASKS if task != _PAIRS and any(one.task == task for one in found)]
+def _tables(records: list[Record]) -> list[Table]:
+    tasks = [task for task in TASKS if task != _PAIRS and any(_task(record) == task for record in records)]
     titles = [f"{TASKS[task].folder},\n% recovered" for task in tasks]
     columns = ("variant", "STS-B,\n% of softmax kept", "STS-B,\ncosine", *titles, "residual,\nmax")
     rows = []
     for row in dict.fromkeys((*stsb.VARIANTS, *glue.METHODS)):
-        of_row = [one for one in found if one.row == row]
-        cells = {task: [one.record.cell for one in of_row if one.task == task] for task in (_PAIRS, *tasks)}
+        of_row = [record for record in records if _row(record) == row]
+        cells = {task: [one.cell for one in of_row if _task(one) == task] for task in (_PAIRS, *tasks)}
         scores = [cell.scores["all"] for cell in cells[_PAIRS]]
         residuals = [cell.residual_max for made in cells.values() for cell in made if cell.residual_max is not None]
-        if any(cells.values()):
+        if of_row:
             rows.append(
                 (
                     row,
@@ -173,7 +132,7 @@ def _table(found: Sequence[_Found]) -> Table:
                     f"{max(residuals):.0e}" if residuals else "–",
                 )
             )
-    return Table("What a converted encoder keeps, by the sums that are imposed", columns, tuple(rows))
+    return [Table("What a converted encoder keeps, by the sums that are imposed", columns, tuple(rows))]
 
 
 def _over_seeds(values: Sequence[float | None], digits: int) -> str:
@@ -181,30 +140,40 @@ def _over_seeds(values: Sequence[float | None], digits: int) -> str:
     return f"{mean_and_deviation(there, digits=digits)} ({len(there)})" if there else "–"
 
 
-def _meaning(stage: str) -> tuple[str, ...]:
-    """How to read the table."""
-    return (
+def _notes(records: list[Record]) -> list[str]:
+    """How to read the table, and what was spent and where: a line for all tasks and seeds that share it."""
+    return [
         "Mean ± standard deviation over seeds, with the number of seeds in brackets.",
         "Beside rows that sum to one, the masses of the pivots are imposed on the queries and those of the keys on the "
         "keys; with -keys only the latter, with -none neither. lot-near and its variants have pivots that "
         "see the input, and a window of five tokens that is read by softmax. -fixed: with fixed pivots; -cls: the "
         "first token is read by softmax, too. lot-aware is without a window, lot without one and with fixed pivots.",
-        f"STS-B, {stage}: Spearman correlation over all of dev in percent of the softmax model's, and the mean cosine "
-        "with its embeddings. Tasks of GLUE: the task's score in percent of the softmax model's.",
+        f"STS-B, {_stage(records)}: Spearman correlation over all of dev in percent of the softmax model's, and the "
+        "mean cosine with its embeddings. Tasks of GLUE: the task's score in percent of the softmax model's.",
         "Residual: the worst relative deviation of a column sum from the mass in force, over all cells of the row. "
         "With -none, what a key receives is taken for its mass, so the residual is rounding and says nothing.",
-    )
+        *(_spent(made) for made in alike(records, lambda record: _budget(record, "any seed")).values()),
+    ]
 
 
-def _budgets(found: Sequence[_Found]) -> list[str]:
-    """What was spent and where: a line for all tasks and seeds that share it."""
-    alike: dict[str, list[_Found]] = {}
-    for one in found:
-        alike.setdefault(one.budget("any seed"), []).append(one)
-    lines = []
-    for group in alike.values():
-        seeds = dict.fromkeys(str(one.seed) for one in group)
-        tasks = dict.fromkeys(TASKS[one.task].folder for one in group)
-        told = f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}"
-        lines.append(f"{', '.join(tasks)}: {group[0].budget(told)}.")
-    return lines
+def _budget(record: Record, seeds: str) -> str:
+    return (stsb if _task(record) == _PAIRS else glue).budget(record, seeds)
+
+
+def _spent(made: list[Record]) -> str:
+    seeds, tasks = dict.fromkeys(map(_seed, made)), dict.fromkeys(TASKS[_task(record)].folder for record in made)
+    told = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    return f"{', '.join(tasks)}: {_budget(made[0], told)}."
+
+
+EXPERIMENT = Experiment(
+    name="balance",
+    about="Which sums a converted encoder should impose: STS-B and tasks of GLUE over several seeds.",
+    settings=BalanceSettings,
+    cell=None,
+    gathers=(stsb.EXPERIMENT.name, glue.EXPERIMENT.name),
+    plan=plan,
+    arranged=_arranged,
+    tables=_tables,
+    notes=_notes,
+)

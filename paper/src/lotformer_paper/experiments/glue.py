@@ -11,30 +11,32 @@ reached it; below the table stands what was spent on it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from lotformer import conversion
 from lotformer.cli.tables import Table
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.learning.objectives import Objective
 from lotformer.data import glue
-from lotformer.files import new_folder, require_writable
+from lotformer.data.folder import data_folder
+from lotformer.files import new_folder
 from lotformer.settings import Settings, setting
 
-from ..results.cells import CellFolder, Listener, Origin, Record
-from ..results.report import Report
+from ..results.cells import Origin, Record
 from ..results.sources import checkpoint_source, files_source
+from .engine import Cells, Experiment, Job, alike, described, names_among
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
-
-NAME = "glue"
+from .inputs import Encoder, GlueData, encoder_weights
 
 
 @dataclass(frozen=True)
@@ -117,59 +119,33 @@ class Cell:
     seconds: float | None
 
 
-def run(
-    checkpoint: Path,
-    data: Path,
-    out: Path,
-    tasks: Sequence[str],
-    methods: Sequence[str],
+def plan(
     settings: GlueSettings,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Fill every cell of tasks × methods that is not in `out` yet; returns all of them, softmax first.
-
-    Raises:
-        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
-    """
-    cells = []
-    for name, origin in check(checkpoint, data, out, tasks, methods, settings).items():
-        folder = CellFolder(out / name, Cell, NAME, command)
-        bench = _Bench(glue.TASKS[name], checkpoint, data, folder, settings, origin, listen)
-        cells.append(bench.softmax())
-        cells += [bench.swapped(method, METHODS[method]) for method in methods]
-    return cells
-
-
-def check(
-    checkpoint: Path, data: Path, out: Path, tasks: Sequence[str], methods: Sequence[str], settings: GlueSettings
-) -> dict[str, Origin]:
-    """What `run` asks at the door and not after hours; returns what the cells of each task depend on.
-
-    Raises:
-        ValueError: a task or method is unknown, or `out` holds cells of a chosen task made from something else.
-    """
-    for chosen, known in ((tasks, list(glue.TASKS)), (methods, list(METHODS))):
-        for name in chosen:
-            if name not in known:
-                raise ValueError(f"{name!r} is not one of {', '.join(known)}.")
-    _require_metrics()
-    weights = checkpoint_source(checkpoint)
-    origins = {}
-    for task in map(glue.TASKS.__getitem__, tasks):
-        folder = CellFolder(out / task.name, Cell, NAME)
-        require_writable(folder.folder)
+    listen: Listener,
+    checkpoint: Encoder = None,
+    data_dir: GlueData = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks, comma-separated; by default all that --data-dir holds.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help=f"Columns, comma-separated; by default all: {', '.join(METHODS)}.")
+    ] = None,
+) -> Iterator[Job]:
+    """For each task a job for the softmax model and one for each column, those that are not asked for too."""
+    data, asked = data_folder(data_dir, glue.WANTED), names_among(methods, METHODS)
+    chosen = names_among(tasks, glue.TASKS) if tasks else glue.available(data)
+    if not chosen:
+        raise FileNotFoundError(f"no task in {data}: it should hold {glue.WANTED}.")
+    weights = encoder_weights(checkpoint)
+    source = checkpoint_source(weights)
+    for task in map(glue.TASKS.__getitem__, chosen):
         texts = files_source(f"glue/{task.folder}", glue.files(task, data))
-        origin = Origin(dataclasses.asdict(settings), {"checkpoint": weights, "data": texts})
-        folder.find("softmax", _before_swap(origin))
-        for name in METHODS:  # other columns share the table
-            folder.find(name, origin)
-        origins[task.name] = origin
-    return origins
-
-
-def _before_swap(origin: Origin) -> Origin:
-    return Origin({name: origin.settings[name] for name in _BEFORE_SWAP}, origin.sources)
+        origin = Origin(described(settings), {"checkpoint": source, "data": texts})
+        fill = partial(_fill, cache(partial(_Bench, task, weights, data, settings, listen)))
+        before = Origin({name: origin.settings[name] for name in _BEFORE_SWAP}, origin.sources)
+        yield Job({f"{task.name}/softmax": before}, partial(fill, "softmax"), settings.seed)
+        for name in dict.fromkeys([*asked, *METHODS]):  # other columns share the table
+            yield Job({f"{task.name}/{name}": origin}, partial(fill, name), settings.seed, name in asked)
 
 
 def _require_metrics() -> None:
@@ -180,36 +156,20 @@ def _require_metrics() -> None:
         raise ImportError(f"GLUE needs {error.name}: pip install 'lotformer[text]'.") from error
 
 
-def render(folder: Path) -> Report:
-    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
-    cells: list[Cell] = []
-    budgets: dict[str, list[str]] = {}
-    commands: dict[str, None] = {}
-    for task in glue.TASKS:
-        stored = CellFolder(folder / task, Cell, NAME)
-        found = {name: record for name in ("softmax", *METHODS) if (record := stored.record(name)) is not None}
-        if "softmax" not in found:
-            continue
-        cells += [record.cell for record in found.values()]
-        for record in found.values():
-            commands.setdefault(record.provenance.command)
-            tasks = budgets.setdefault(budget(record), [])
-            if task not in tasks:
-                tasks.append(task)
-        steps = [
-            f"{name} {r.provenance.budget['steps']}" for name, r in found.items() if "steps" in r.provenance.budget
-        ]
-        if steps:
-            budgets.setdefault(f"steps with labels: {', '.join(steps)}", []).append(task)
-    notes = tuple(f"{', '.join(tasks)}: {text}." for text, tasks in budgets.items())
-    return Report(tuple(commands), (table(cells),), notes)
+def _arranged(records: list[Record]) -> list[Record]:
+    """Tasks and columns in their order; without tasks whose softmax model is not there to compare with."""
+    tasks, methods = list(glue.TASKS), ["softmax", *METHODS]
+    there = {record.cell.task for record in records if record.cell.method == "softmax"}
+    kept = [record for record in records if record.cell.task in there]
+    return sorted(kept, key=lambda record: (tasks.index(record.cell.task), methods.index(record.cell.method)))
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def _tables(records: list[Record]) -> list[Table]:
     """The paper's Table 4: percent recovered, task by task, with residuals below.
 
     "–" is not run yet, or has no score to recover.
     """
+    cells: list[Cell] = [record.cell for record in records]
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     methods = [m for m in dict.fromkeys(cell.method for cell in cells) if m != "softmax"]
     by_place = {(cell.task, cell.method): cell for cell in cells}
@@ -220,7 +180,18 @@ def table(cells: Sequence[Cell]) -> Table:
     for method in methods:
         marginals = [_marginals(by_place.get((task, method))) for task in tasks]
         rows.append((f"{method}, residual max; d.s. error mean", *marginals, ""))
-    return Table("", ("method", *tasks, "mean"), tuple(rows))
+    return [Table("", ("method", *tasks, "mean"), tuple(rows))]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    """What was spent, each said once for the tasks that share it."""
+    told: dict[str, dict[str, None]] = {}
+    for task, made in alike(records, lambda record: str(record.cell.task)).items():
+        steps = [f"{r.cell.method} {r.provenance.budget['steps']}" for r in made if "steps" in r.provenance.budget]
+        spent = [*map(budget, made), *([f"steps with labels: {', '.join(steps)}"] if steps else [])]
+        for text in spent:
+            told.setdefault(text, {})[task] = None
+    return [f"{', '.join(tasks)}: {text}." for text, tasks in told.items()]
 
 
 def _row(title: str, values: Sequence[float | None]) -> tuple[str, ...]:
@@ -257,53 +228,40 @@ def budget(record: Record, seeds: str = "") -> str:
     return f"{spent}; {sizes}; {record.provenance.where()}"
 
 
-class _Bench:
-    """One task: its data, its fine-tuned softmax model, and the cells made from it."""
+def _fill(bench: Callable[[], _Bench], name: str, cells: Cells) -> None:
+    bench().softmax(cells) if name == "softmax" else bench().swapped(name, cells)
 
-    def __init__(
-        self,
-        task: glue.Task,
-        checkpoint: Path,
-        data: Path,
-        cells: CellFolder[Cell],
-        settings: GlueSettings,
-        origin: Origin,
-        listen: Listener,
-    ) -> None:
+
+class _Bench:
+    """One task: its data, and how models learn from them."""
+
+    def __init__(self, task: glue.Task, checkpoint: Path, data: Path, settings: GlueSettings, listen: Listener) -> None:
         from transformers import AutoTokenizer
 
-        self.task, self.checkpoint, self.cells, self.listen = task, checkpoint, cells, listen
-        self.settings, self.origin = settings, origin
+        self.task, self.checkpoint, self.settings, self.listen = task, checkpoint, settings, listen
         self.tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
         self.train = list(_batches(self.tokenizer, task, glue.load(task, "train", data), settings))
         self.dev = list(_batches(self.tokenizer, task, glue.load(task, "dev", data), settings))
 
-    def softmax(self) -> Cell:
+    def softmax(self, cells: Cells) -> None:
         """The model everything is compared with, fine-tuned once and kept."""
-        found = self.cells.find("softmax", _before_swap(self.origin))
-        if found is not None:
-            return found
-        start = time.perf_counter()
+        start, name = time.perf_counter(), f"{self.task.name}/softmax"
         torch.manual_seed(self.settings.seed)
         model = self._model(self.checkpoint)
         steps = min(math.ceil(self.settings.epochs * len(self.train)), self.settings.max_steps)
-        self._learn_labels(model, steps, self.settings.lr, 0.0, "softmax")
-        with new_folder(self.cells.folder / "softmax") as draft:
+        self._learn_labels(model, steps, self.settings.lr, 0.0, "softmax", cells)
+        with new_folder(cells.place(name)) as draft:
             model.save_pretrained(draft)
         score = evaluate(model, self.dev, self.task)
-        seconds = time.perf_counter() - start
-        return self._finish(Cell(self.task.name, "softmax", score, 100.0, None, None, None, seconds), steps)
+        cell = Cell(self.task.name, "softmax", score, 100.0, None, None, None, time.perf_counter() - start)
+        cells.finish(name, cell, {"steps": steps})
 
-    def swapped(self, name: str, method: Method) -> Cell:
+    def swapped(self, name: str, cells: Cells) -> None:
         """The softmax model with another mechanism: calibrated, scored, fine-tuned, scored."""
-        found = self.cells.find(name, self.origin)
-        if found is not None:
-            return found
-        base = self.softmax().score
-        assert base is not None
+        method, base = METHODS[name], cells.find(f"{self.task.name}/softmax").score
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
-        model = self._model(self.cells.folder / "softmax")
+        model = self._model(cells.place(f"{self.task.name}/softmax"))
         conversion.convert(model, method.mechanism, **method.options)
         if method.objective is not None:
             count = max(5, self.settings.calibration_texts // self.settings.batch_size)
@@ -319,49 +277,49 @@ class _Bench:
             )
         before = evaluate(model, self.dev, self.task)
         steps = min(math.ceil(self.settings.swap_epochs * len(self.train)), self.settings.max_swap_steps)
-        self._imitate(model, method.mechanism_lr, name)
+        self._imitate(model, method.mechanism_lr, name, cells)
         if steps:
-            self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name)
+            self._learn_labels(model, steps, self.settings.swap_lr, method.mechanism_lr, name, cells)
         score = evaluate(model, self.dev, self.task)
         quality = conversion.coupling_quality(model, _unlabelled(self.dev[:: max(1, len(self.dev) // 6)]))
-        return self._finish(
-            Cell(
-                task=self.task.name,
-                method=name,
-                score=score,
-                recovered=100 * score / base if base else None,
-                score_before_finetuning=before,
-                residual_max=None if quality is None else quality.residual_max,
-                doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
-                seconds=time.perf_counter() - start,
-            ),
-            steps,
+        cell = Cell(
+            task=self.task.name,
+            method=name,
+            score=score,
+            recovered=100 * score / base if base else None,
+            score_before_finetuning=before,
+            residual_max=None if quality is None else quality.residual_max,
+            doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
+            seconds=time.perf_counter() - start,
         )
+        cells.finish(f"{self.task.name}/{name}", cell, {"steps": steps})
 
     def _model(self, checkpoint: str | Path) -> Any:
         from transformers import AutoModelForSequenceClassification
 
         return AutoModelForSequenceClassification.from_pretrained(str(checkpoint), num_labels=self.task.outputs)
 
-    def _imitate(self, model: nn.Module, mechanism_lr: float, name: str) -> None:
+    def _imitate(self, model: nn.Module, mechanism_lr: float, name: str, cells: Cells) -> None:
         """Teach the converted model what the softmax model makes of the task's texts, in every layer."""
         if not self.settings.imitation_steps:
             return
         conversion.finetune(
             model,
             _unlabelled(self.train),
-            teacher=self._model(self.cells.folder / "softmax").eval(),
+            teacher=self._model(cells.place(f"{self.task.name}/softmax")).eval(),
             layer_weight=1.0,
             steps=self.settings.imitation_steps,
             lr=self.settings.imitation_lr,
             mechanism_lr=mechanism_lr,
             precision=self.settings.precision,
             seed=self.settings.seed,
-            checkpoint=self.cells.begin(name, self.origin, "imitation"),
+            checkpoint=cells.begin(f"{self.task.name}/{name}", "imitation"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: {name} imitates softmax", now, total),
         )
 
-    def _learn_labels(self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str) -> None:
+    def _learn_labels(
+        self, model: nn.Module, steps: int, lr: float, mechanism_lr: float, name: str, cells: Cells
+    ) -> None:
         conversion.finetune(
             model,
             self.train,
@@ -372,15 +330,9 @@ class _Bench:
             freeze_embeddings=False,
             precision=self.settings.precision,
             seed=self.settings.seed,
-            checkpoint=self.cells.begin(name, self._origin(name), "labels"),
+            checkpoint=cells.begin(f"{self.task.name}/{name}", "labels"),
             on_step=lambda now, total, _: self.listen(f"{self.task.name}: fine-tuning {name}", now, total),
         )
-
-    def _finish(self, cell: Cell, steps: int) -> Cell:
-        return self.cells.finish(cell.method, cell, self._origin(cell.method), {"steps": steps}, self.settings.seed)
-
-    def _origin(self, name: str) -> Origin:
-        return _before_swap(self.origin) if name == "softmax" else self.origin
 
 
 def _unlabelled(batches: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -421,3 +373,16 @@ def _batches(
         texts = [list(side) for side in zip(*(example.texts for example in chunk), strict=True)]
         batch = tokenizer(*texts, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt")
         yield {**batch, "labels": torch.tensor([example.label for example in chunk], dtype=kind)}
+
+
+EXPERIMENT = Experiment(
+    name="glue",
+    about="Table 4: how much of a fine-tuned encoder's GLUE score survives a swap of its attention.",
+    settings=GlueSettings,
+    cell=Cell,
+    plan=plan,
+    arranged=_arranged,
+    tables=_tables,
+    notes=_notes,
+    require=_require_metrics,
+)

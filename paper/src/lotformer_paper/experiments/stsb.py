@@ -7,31 +7,32 @@ Every stage of every variant is a cell of its own and leaves its model behind, s
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from lotformer import conversion
 from lotformer.cli.tables import Table
+from lotformer.cli.terminal import Listener
 from lotformer.data import glue
 from lotformer.data.checkpoints import save_like
+from lotformer.data.folder import data_folder
 from lotformer.data.sentence_pairs import PARTS, SentencePairs
 from lotformer.data.text import text_batches
-from lotformer.files import require_writable
 from lotformer.settings import Settings, setting
 
-from ..results.cells import CellFolder, Listener, Origin, Record
-from ..results.report import Report
+from ..results.cells import Origin, Record
 from ..results.sources import checkpoint_source, files_source
+from .engine import Cells, Experiment, Job, alike, described, names_among
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
-
-NAME = "stsb"
+from .inputs import Encoder, GlueData, encoder_weights
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot": TRANSPORT,
@@ -98,57 +99,39 @@ class Cell:
     seconds: float | None
 
 
-def run(
-    checkpoint: Path,
-    data: Path,
-    out: Path,
-    variants: Sequence[str],
+def plan(
     settings: StsbSettings,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Fill every stage of every variant that is not in `out` yet; returns all of them.
-
-    Raises:
-        ValueError: a variant is unknown, or `out` holds cells made from something else.
-    """
-    origins = check(checkpoint, data, out, variants, settings)
-    bench: _Bench | None = None
-    cells = []
-    for name in variants:
-        folder = CellFolder(out / name, Cell, NAME, command)
-        if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
-            require_writable(out / name)
-            bench = bench or _Bench(checkpoint, data, settings, listen)
-            bench.fill(name, folder, origins)
-        cells += [folder.find(stage, origin) for stage, origin in origins.items()]
-    return [cell for cell in cells if cell is not None]
-
-
-def check(
-    checkpoint: Path, data: Path, out: Path, variants: Sequence[str], settings: StsbSettings
-) -> dict[str, Origin]:
-    """What `run` asks before its work begins; returns the stages there will be, and what each depends on.
-
-    Raises:
-        ValueError: a variant is unknown, or `out` holds cells made from something else.
-    """
-    for name in variants:
-        if name not in VARIANTS:
-            raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}.")
-    task = glue.TASKS["stsb"]
+    listen: Listener,
+    checkpoint: Encoder = None,
+    data_dir: GlueData = None,
+    variants: Annotated[
+        str | None, typer.Option(help=f"Variants of LOT, comma-separated; by default all: {', '.join(VARIANTS)}.")
+    ] = None,
+) -> Iterator[Job]:
+    """A job for the stages of every variant, of those that are not asked for too: all share the table."""
+    data, asked, task = data_folder(data_dir, glue.WANTED), names_among(variants, VARIANTS), glue.TASKS["stsb"]
+    weights = encoder_weights(checkpoint)
     texts = files_source(f"glue/{task.folder}", glue.files(task, data))
-    whole = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
+    whole = Origin(described(settings), {"checkpoint": checkpoint_source(weights), "data": texts})
     stages = STAGES if settings.finetune_steps else STAGES[:-1]
-    origins = {stage: _origin_of(stage, whole) for stage in stages}
-    for name in VARIANTS:  # all variants share the table, so all are looked at
-        for stage, origin in origins.items():
-            CellFolder(out / name, Cell, NAME).find(stage, origin)
-    return origins
+    bench = cache(partial(_Bench, weights, data, settings, listen))
+
+    def fill(name: str, cells: Cells) -> None:
+        bench().fill(name, stages, cells)
+
+    for name in dict.fromkeys([*asked, *VARIANTS]):
+        origins = {f"{name}/{stage}": _origin_of(stage, whole) for stage in stages}
+        yield Job(origins, partial(fill, name), settings.seed, name in asked)
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def _arranged(records: list[Record]) -> list[Record]:
+    variants = list(VARIANTS)
+    return sorted(records, key=lambda r: (variants.index(r.cell.variant), STAGES.index(r.cell.stage)))
+
+
+def _tables(records: list[Record]) -> list[Table]:
     """A row for each variant and stage: Spearman, percent recovered and embedding cosine on the parts of dev."""
+    cells: list[Cell] = [record.cell for record in records]
     softmax = cells[0].scores
     titles = [f"{part}\n({softmax[part].pairs} pairs)" for part in PARTS]
     columns = ("variant, stage", *titles, "residual,\nmean; max", "d.s. error,\nmean; max", "seconds")
@@ -162,21 +145,14 @@ def table(cells: Sequence[Cell]) -> Table:
         error = f"{cell.doubly_stochastic_mean:.2g}; {cell.doubly_stochastic_max:.2g}"
         seconds = "–" if cell.seconds is None else f"{cell.seconds:.0f}"
         rows.append((f"{cell.variant}, {cell.stage}", *scores, residual, error, seconds))
-    return Table("Spearman; % of softmax recovered; cosine with the original's embeddings", columns, tuple(rows))
+    return [Table("Spearman; % of softmax recovered; cosine with the original's embeddings", columns, tuple(rows))]
 
 
-def render(folder: Path) -> Report:
-    """The table of every cell in the folder, whichever runs made them, and below it what was spent on them."""
-    folders = [CellFolder(folder / name, Cell, NAME) for name in VARIANTS]
-    found = [record for place in folders for stage in STAGES if (record := place.record(stage)) is not None]
-    if not found:
-        raise ValueError(f"{folder} holds no finished cell.")
-    budgets: dict[str, list[str]] = {}
-    for record in found:
-        budgets.setdefault(budget(record), []).append(f"{record.cell.variant} {record.cell.stage}")
-    notes = tuple(f"{', '.join(places)}: {text}." for text, places in budgets.items())
-    commands = tuple(dict.fromkeys(record.provenance.command for record in found))
-    return Report(commands, (table([record.cell for record in found]),), notes)
+def _notes(records: list[Record]) -> list[str]:
+    return [
+        f"{', '.join(f'{one.cell.variant} {one.cell.stage}' for one in made)}: {text}."
+        for text, made in alike(records, budget).items()
+    ]
 
 
 def calibration_texts(train: Sequence[glue.Example], dev: Sequence[glue.Example], count: int) -> list[str]:
@@ -214,29 +190,28 @@ class _Bench:
             for texts in (self.texts, self.pairs.texts)
         )
 
-    def fill(self, variant: str, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
+    def fill(self, variant: str, stages: Sequence[str], cells: Cells) -> None:
         """Go through the stages; a finished one only hands its model on."""
         torch.manual_seed(self.settings.seed)
         start = time.perf_counter()
         model = self.load(self.checkpoint)
         conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
         seconds: float | None = time.perf_counter() - start
-        for stage, origin in origins.items():
-            place = cells.folder / stage
-            if cells.find(stage, origin) is not None:
-                model = model if stage == "converted" else self.load(place)
+        for stage in stages:
+            name = f"{variant}/{stage}"
+            if cells.find(name) is not None:
+                model = model if stage == "converted" else self.load(cells.place(name))
                 continue
-            progress = cells.begin(stage, origin)
+            progress = cells.begin(name)
             steps = 0
             if stage != "converted":
                 resumed = progress.exists()
                 spent = self._train(model, variant, stage, progress)
                 seconds, steps = None if resumed else spent.seconds, spent.steps
-                save_like(self.checkpoint, model, place)
+                save_like(self.checkpoint, model, cells.place(name))
             self.listen(f"{variant}: scoring, {stage}", 0, 1)
             cost = {"steps": steps, "texts": len(self.texts) if steps else 0}
-            cell = self._measured(model, variant, stage, seconds)
-            cells.finish(stage, cell, origin, cost, self.settings.seed)
+            cells.finish(name, self._measured(model, variant, stage, seconds), cost)
 
     def _train(
         self, model: nn.Module, variant: str, stage: str, progress: Path
@@ -309,3 +284,15 @@ def budget(record: Record, seeds: str = "") -> str:
         parts.append(f"lr {s['finetune_lr']:g}, layers weighed {s['finetune_layers']:g}")
     parts.append(f"batch {s['batch_size']}, {s['max_length']} tokens, {seeds}")
     return "; ".join([*parts, record.provenance.where()])
+
+
+EXPERIMENT = Experiment(
+    name="stsb",
+    about="STS-B: what survives of a sentence encoder when its attention is converted, calibrated and fine-tuned.",
+    settings=StsbSettings,
+    cell=Cell,
+    plan=plan,
+    arranged=_arranged,
+    tables=_tables,
+    notes=_notes,
+)

@@ -6,19 +6,16 @@ other files, is never taken for one of this run: that is an error which says wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from .plain import read, restore, write
+from .plain import read, reading, restore, write
 from .provenance import Provenance, provenance
 from .sources import Source
-
-Listener = Callable[[str, int, int], None]
-"""Called with what is being done, how far it is, and how far it will go."""
 
 Cell = TypeVar("Cell")
 
@@ -48,10 +45,12 @@ class _Begun:
 
 @dataclass(frozen=True)
 class CellFolder(Generic[Cell]):
-    """The cells of an experiment in a folder. `kind` is their class, `command` what to type to make them again."""
+    """The cells of an experiment in a folder. `kind` is their class or a union of
+    several, `command` what to type to make them again.
+    """
 
     folder: Path
-    kind: type[Cell]
+    kind: Any
     experiment: str
     command: str = field(default="")
 
@@ -88,16 +87,27 @@ class CellFolder(Generic[Cell]):
         path = self._finished(name)
         if not path.is_file():
             return None
-        found = read(Record, path)
+        found = record_of(self.kind, path)
         if found.experiment != self.experiment:
             raise ValueError(f"{path} is a cell of the experiment {found.experiment!r}: choose another --out.")
-        return Record(found.experiment, restore(self.kind, found.cell), found.origin, found.provenance)
+        return found
 
     def _finished(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
     def _begun(self, name: str) -> Path:
         return self.folder / f"{name}.begun"
+
+
+def record_of(kind: Any, path: Path) -> Record:
+    """The cell in a file with everything that is stored with it; `kind` is its class, or a union of several.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    found = read(Record, path)
+    with reading(path):
+        return replace(found, cell=restore(kind, found.cell))
 
 
 def _require_same(path: Path, wanted: Origin, found: Origin) -> None:

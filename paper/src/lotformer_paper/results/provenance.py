@@ -6,11 +6,14 @@ import datetime
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import lotformer
 from lotformer.machine import cpu_model
@@ -67,6 +70,19 @@ def provenance(command: str, *, threads: int, seed: int, budget: Mapping[str, An
         commit=commit(),
         budget=dict(budget or {}),
     )
+
+
+@contextmanager
+def thread_count(threads: int) -> Iterator[None]:
+    """Run with this many threads and put the old number back."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}.")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def versions() -> dict[str, str]:

@@ -46,11 +46,6 @@ class Source(Protocol):
         """One shard."""
 
 
-def folder_of(source: Source, root: Path) -> Path:
-    """Where the prepared set of a source lives: its name carries a hash of its description."""
-    return _folder_of(source.task, source.describe(), root)
-
-
 def prepare(
     source: Source, root: Path, *, workers: int | None = None, listener: Listener = lambda done, total: None
 ) -> PreparedSet:

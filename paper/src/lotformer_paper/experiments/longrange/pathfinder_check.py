@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lotformer.cli.tables import Table
-from lotformer.files import require_writable
+from lotformer.cli.terminal import Listener
 from lotformer.settings import Settings, setting
 
 from ...data.longrange.pathfinder import Pathfinder
 from ...data.longrange.statistics import dot_distance, image_statistics
 from ...results import figures
-from ...results.cells import CellFolder, Listener, Origin
-from ...results.report import Report
+from ...results.cells import Origin, Record
+from ..engine import Cells, Experiment, Job, described
 
-NAME = "pathfinder"
-
+_CELL = "pathfinder"
 _ROWS, _PER_ROW = 4, 12
 
 
@@ -53,16 +51,13 @@ class Cell:
     sheet: tuple[str, ...]
 
 
-def run(
-    settings: PathfinderSettings, out: Path, listen: Listener = lambda what, now, total: None, command: str = ""
-) -> Cell:
+def plan(settings: PathfinderSettings, listen: Listener) -> list[Job]:
+    """One cell."""
+    return [Job({_CELL: Origin(described(settings), {})}, partial(_look, settings, listen), settings.seed)]
+
+
+def _look(settings: PathfinderSettings, listen: Listener, cells: Cells) -> None:
     """Draw the images and try to read their labels off whole-image statistics."""
-    require_writable(out)
-    folder = CellFolder(out, Cell, NAME, command)
-    origin = Origin(dataclasses.asdict(settings), {})
-    found = folder.find(NAME, origin)
-    if found is not None:
-        return found
     images, labels = _drawn(settings, listen)
     whole, distance = image_statistics(images), dot_distance(images)
     features = {
@@ -77,8 +72,7 @@ def run(
     half = _ROWS // 2 * _PER_ROW
     shown = np.concatenate([images[labels == label][:half] for label in (1, 0)])
     sheet = tuple(image.tobytes().hex() for image in shown)
-    cell = Cell(len(images), float(labels.mean()), readings, sheet)
-    return folder.finish(NAME, cell, origin, {"images": len(images)}, settings.seed)
+    cells.finish(_CELL, Cell(len(images), float(labels.mean()), readings, sheet), {"images": len(images)})
 
 
 def _drawn(settings: PathfinderSettings, listen: Listener) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
@@ -104,32 +98,45 @@ def _accuracy(features: npt.NDArray[np.float64], labels: npt.NDArray[np.uint8], 
     return float(model.fit(features[:learned], labels[:learned]).score(features[learned:], labels[learned:]))
 
 
-def render(folder: Path) -> Report:
-    """How well each kind of statistics tells the label, and the contact sheet."""
-    record = CellFolder(folder, Cell, NAME).record(NAME)
-    if record is None:
-        raise ValueError(f"{folder} holds no finished cell.")
-    cell = record.cell
+def _tables(records: list[Record]) -> list[Table]:
+    """How well each kind of statistics tells the label."""
+    readings = records[0].cell.readings
+    rows = tuple((reading.features, str(reading.count), f"{100 * reading.accuracy:.1f}") for reading in readings)
+    return [Table("What a logistic regression reads off an image", ("statistics", "number", "accuracy, %"), rows)]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    cell = records[0].cell
     judged = cell.images - cell.images * 2 // 3
-    rows = tuple((reading.features, str(reading.count), f"{100 * reading.accuracy:.1f}") for reading in cell.readings)
-    notes = (
+    return [
         f"{cell.images:,} images, {100 * cell.positive:.1f} % of them positive; judged on {judged:,} that were not "
         f"learned from, so chance is 50 ± {100 * (0.25 / judged) ** 0.5:.1f} %.",
         "The dots of a pair lie at other distances on one contour than on two; that is in the published stimulus too.",
-        f"{record.provenance.where()}.",
-    )
-    table = Table("What a logistic regression reads off an image", ("statistics", "number", "accuracy, %"), rows)
-    return Report((record.provenance.command,), (table,), notes, lambda place: draw(cell.sheet, place))
+        f"{records[0].provenance.where()}.",
+    ]
 
 
-def draw(sheet: Sequence[str], folder: Path) -> list[Path]:
+def _draw(records: list[Record], folder: Path) -> list[Path]:
     """The contact sheet: label 1 above, label 0 below."""
     plt: Any = figures.pyplot()
     cells = np.full((_ROWS, _PER_ROW, 34, 34), 255, np.uint8)  # with a white line around each
-    for cell, pixels in zip(cells.reshape(-1, 34, 34), sheet, strict=True):
+    for cell, pixels in zip(cells.reshape(-1, 34, 34), records[0].cell.sheet, strict=True):
         cell[1:-1, 1:-1] = np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(32, 32)
     figure, axis = plt.subplots(figsize=(_PER_ROW, _ROWS + 0.4), layout="constrained")
     axis.imshow(cells.transpose(0, 2, 1, 3).reshape(_ROWS * 34, -1), cmap="gray", interpolation="nearest")
     axis.set_axis_off()
     axis.set_title("Rows 1 and 2: one contour joins the dots. Rows 3 and 4: the dots lie on two contours.", fontsize=10)
     return figures.save(figure, folder / "contact_sheet", dpi=110)
+
+
+EXPERIMENT = Experiment(
+    name="pathfinder",
+    about="Look at generated Pathfinder images, and at what their statistics tell of the label.",
+    settings=PathfinderSettings,
+    cell=Cell,
+    plan=plan,
+    tables=_tables,
+    notes=_notes,
+    draw=_draw,
+    extras=("train",),
+)

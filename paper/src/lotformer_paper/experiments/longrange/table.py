@@ -8,29 +8,36 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from lotformer.cli.tables import Table, mean_and_deviation
-from lotformer.files import require_writable, write_text
+from lotformer.cli.terminal import Listener
+from lotformer.data.folder import VARIABLE, data_folder
+from lotformer.files import write_text
 from lotformer.reading import decoding, read_json
 from lotformer.settings import Settings, setting
 from lotformer.training.logs import Progress
 
+from ...data.longrange.store import PreparedSet
 from ...results import figures
-from ...results.cells import CellFolder, Listener, Origin, Record
-from ...results.report import Report
+from ...results.cells import Origin, Record
 from ...results.sources import Source
+from ..engine import Cells, Experiment, Job, alike
 from .rows import MIXED, VARIANTS, row_named
 from .settings import LongRangeSettings, Recipe, settings_for
 
-if TYPE_CHECKING:
-    from .task import LongRange
+WANTED = "the public sets of the tasks (aclImdb, CIFAR-10, …), or nothing for ListOps and Pathfinder"
 
-NAME = "lra"
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help=f"Folder that holds {WANTED}; prepared sets are kept in it. [${VARIABLE}]", show_default=False),
+]
 
 COLUMNS = {
     "text": "Text",
@@ -130,36 +137,41 @@ class Cell:
     curve: tuple[Point, ...]
 
 
-def run(
-    settings: ArenaSettings,
-    data: Path,
-    out: Path,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Fill every cell that is not in `out` yet; returns all of them.
-
-    Raises:
-        ValueError: `out` holds cells made from something else.
-    """
-    from .task import LongRange, prepared_sets  # late: it brings the models and the loop, which rendering does not need
-
-    require_writable(out)
-    cells = []
-    for task in settings.tasks:
-        folder = CellFolder(out / task, Cell, NAME, command)
-        first = settings.run(task, settings.rows[0], settings.seeds[0])
-        sets = prepared_sets(first, data, partial(listen, f"preparing {task}"))
-        source = Source(sets.folder.name, sets.fingerprint)
+def plan(settings: ArenaSettings, listen: Listener, data_dir: DataDir = None) -> Iterator[Job]:
+    """A job for every cell: tasks × rows × seeds."""
+    for task, sets, source in prepared_tasks(settings, listen, data_dir):
         rates = _found_rates(settings, task)
         for row in settings.rows:
             for seed in settings.seeds:
                 chosen = settings.run(task, row, seed, rates.get(row))
-                origin = Origin(chosen.described(), {"data": source})
-                name = f"{row}-seed{seed}"
-                found = folder.find(name, origin)
-                cells.append(found or filled(LongRange(chosen, sets), row, folder, name, origin, listen))
-    return cells
+                yield job(f"{task}/{row}-seed{seed}", row, chosen, sets, source, listen)
+
+
+def prepared_tasks(
+    settings: ArenaSettings, listen: Listener, data_dir: Path | None
+) -> Iterator[tuple[str, PreparedSet, Source]]:
+    """The tasks with their sets, prepared now unless they are there."""
+    from .task import prepared_sets  # late: it brings the models and the loop, which rendering does not need
+
+    folder = data_folder(data_dir, WANTED)
+    for task in settings.tasks:
+        first = settings.run(task, settings.rows[0], settings.seeds[0])
+        sets = prepared_sets(first, folder, partial(listen, f"preparing {task}"))
+        yield task, sets, Source(sets.folder.name, sets.fingerprint)
+
+
+def job(
+    name: str,
+    row: str,
+    chosen: LongRangeSettings,
+    sets: PreparedSet,
+    source: Source,
+    listen: Listener,
+    split: Literal["dev", "test"] = "test",
+) -> Job:
+    """A run that is judged on a split after its last step."""
+    origin = Origin(chosen.described(), {"data": source})
+    return Job({name: origin}, partial(_fill, name, row, chosen, sets, listen, split), chosen.seed)
 
 
 def _found_rates(settings: ArenaSettings, task: str) -> dict[str, float]:
@@ -175,42 +187,44 @@ def _found_rates(settings: ArenaSettings, task: str) -> dict[str, float]:
     return rates
 
 
-def filled(
-    task: LongRange,
-    row: str,
-    folder: CellFolder[Cell],
+def _fill(
     name: str,
-    origin: Origin,
+    row: str,
+    settings: LongRangeSettings,
+    sets: PreparedSet,
     listen: Listener,
-    split: Literal["dev", "test"] = "test",
-) -> Cell:
+    split: Literal["dev", "test"],
+    cells: Cells,
+) -> None:
     """Train, test, store. An interrupted run goes on from its checkpoint, kept beside the cell until it is done."""
     from lotformer.training.run import train
 
-    place = folder.begin(name, origin).with_suffix(".run")
-    watch = _Watch(f"{task.settings.task}: {name}", place / "curve.json", listen)
+    from .task import LongRange
+
+    task = LongRange(settings, sets)
+    place = cells.begin(name).with_suffix(".run")
+    watch = _Watch(f"{settings.task}: {Path(name).name}", place / "curve.json", listen)
     report = train(task, place, resume=True, listeners=[watch])
     assert task.model is not None
     model = task.model.eval()
     tested = task.count_right(model, split)["accuracy"]
     residuals = task.residuals(model)
     cell = Cell(
-        task=task.settings.task,
+        task=settings.task,
         row=row,
-        seed=task.settings.seed,
+        seed=settings.seed,
         accuracy=tested[0] / tested[1],
         tested=int(tested[1]),
         steps=report.steps,
-        batch_size=task.settings.batch_size,
+        batch_size=settings.batch_size,
         seconds=watch.seconds,
         tokens_per_second=report.samples_per_second * task.tokens_per_example(),
         attention_share=report.attention,
         residual=max(residuals) if residuals else None,
         curve=tuple(watch.points),
     )
-    folder.finish(name, cell, origin, {"steps": report.steps, "minutes": watch.seconds / 60}, task.settings.seed)
+    cells.finish(name, cell, {"steps": report.steps, "minutes": watch.seconds / 60})
     shutil.rmtree(place, ignore_errors=True)
-    return cell
 
 
 class _Watch:
@@ -246,19 +260,19 @@ class _Watch:
         self._before, self._start = self.seconds, time.perf_counter()
 
 
-def render(folder: Path) -> Report:
-    """Table 2 from every cell in the folder, what was spent on them, and accuracy over time."""
-    records = _records(folder)
-    if not records:
-        raise ValueError(f"{folder} holds no finished cell.")
+def in_columns(records: list[Record]) -> list[Record]:
+    """In the order of the table's columns."""
+    return sorted(records, key=lambda record: list(COLUMNS).index(record.cell.task))
+
+
+def _tables(records: list[Record]) -> list[Table]:
     cells = [record.cell for record in records]
-    commands = tuple(dict.fromkeys(record.provenance.command for record in records))
-    budgets: dict[str, list[str]] = {}
-    for record in records:
-        cell, s = record.cell, record.origin.settings
-        text = f"{cell.steps} steps of {cell.batch_size} examples, lr {s['lr']:g}, tested on {cell.tested:,} examples"
-        budgets.setdefault(f"{COLUMNS[cell.task]}: {text}; {record.provenance.where()}", [])
-    notes = (
+    return [_accuracies(cells), _costs(cells)]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    cells = [record.cell for record in records]
+    return [
         "Short budgets: the paper trains for 50,000 steps. Compare within a column, not with the paper.",
         _legend(cells),
         "Accuracy is on the test set, with the weights of the last step: none are chosen by a score. Mean ± standard "
@@ -267,9 +281,14 @@ def render(folder: Path) -> Report:
         "Minutes are of one run, evaluations included; attention's share is of the time of a training step. Column "
         "residual: how far the worst column of LOT's attention matrices is from a sum of one, in the trained model on "
         "one batch; 3e+00 is 300 %. lot-unbalanced imposes no such sum: there it says how uneven the columns are.",
-        *(f"{text}." for text in budgets),
-    )
-    return Report(commands, (_accuracies(cells), _costs(cells)), notes, lambda place: draw(cells, place))
+        *alike(records, _budget),
+    ]
+
+
+def _budget(record: Record) -> str:
+    cell, lr = record.cell, record.origin.settings["lr"]
+    text = f"{cell.steps} steps of {cell.batch_size} examples, lr {lr:g}, tested on {cell.tested:,} examples"
+    return f"{COLUMNS[cell.task]}: {text}; {record.provenance.where()}."
 
 
 def _uncertainty(cells: Sequence[Cell]) -> str:
@@ -291,15 +310,6 @@ def _legend(cells: Sequence[Cell]) -> str:
         told.append(f"{MIXED} adds a depthwise convolution of the values")
     figure = "The figure shows validation accuracy over minutes of training, a line for each seed; LOT's are thick."
     return f"{'; '.join(told)}. {figure}" if told else figure
-
-
-def _records(folder: Path) -> list[Record]:
-    found = []
-    for task in COLUMNS:
-        cells = CellFolder(folder / task, Cell, NAME)
-        names = sorted(path.stem for path in (folder / task).glob("*.json"))
-        found += [record for name in names if (record := cells.record(name)) is not None]
-    return found
 
 
 def _rows(cells: Sequence[Cell]) -> list[str]:
@@ -353,8 +363,9 @@ def _costs(cells: Sequence[Cell]) -> Table:
     return Table("What a run costs, mean over seeds, and how far its columns are off", columns, tuple(rows))
 
 
-def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
+def _draw(records: list[Record], folder: Path) -> list[Path]:
     """Accuracy on the validation set against minutes of training, a panel per task."""
+    cells = [record.cell for record in records]
     plt: Any = figures.pyplot()
     tasks = [task for task in COLUMNS if any(cell.task == task for cell in cells)]
     rows = _rows(cells)
@@ -375,3 +386,17 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
     handles = {handle.get_label(): handle for axis in axes[0] for handle in axis.get_lines()}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
     return figures.save(figure, folder / "accuracy_over_time")
+
+
+EXPERIMENT = Experiment(
+    name="lra",
+    about="Table 2: the Long Range Arena, tasks × mechanisms × seeds, at a chosen budget.",
+    settings=ArenaSettings,
+    cell=Cell,
+    plan=plan,
+    arranged=in_columns,
+    tables=_tables,
+    notes=_notes,
+    draw=_draw,
+    extras=("train",),
+)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,12 @@ from torch import nn
 
 from lotformer import attention
 from lotformer.cli.tables import Table
-from lotformer.files import require_writable
+from lotformer.cli.terminal import Listener
 from lotformer.settings import Settings, setting
 
-from ...results.cells import CellFolder, Listener, Origin
-from ...results.report import Report
-
-NAME = "lra-throughput"
+from ...results.cells import Origin, Record
+from ...results.provenance import thread_count
+from ..engine import Cells, Experiment, Job, described
 
 _PARTS = {
     "attention": ("lotformer::", "scaled_dot_product", "flash_attention"),
@@ -70,48 +68,34 @@ class Cell:
         return self.batch * self.length / self.processor_seconds
 
 
-def run(
-    settings: ThroughputSettings, out: Path, listen: Listener = lambda what, now, total: None, command: str = ""
-) -> list[Cell]:
-    """Measure every length that is not in `out` yet; mechanisms take turns, update by update."""
-    require_writable(out)
-    folder = CellFolder(out, Cell, NAME, command)
-    before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    cells = []
-    try:
-        for number, length in enumerate(settings.lengths):
-            plain = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(settings).items()}
-            origin = Origin({**plain, "lengths": [length]}, {})
-            stored = [folder.find(f"{row}-{length}", origin) for row in settings.rows]
-            found = [cell for cell in stored if cell is not None]
-            if len(found) < len(stored):
-                listen(f"{length} tokens", number, len(settings.lengths))
-                found = _measured(settings, length)
-                for cell in found:
-                    folder.finish(f"{cell.row}-{length}", cell, origin, {"updates": settings.repeats}, settings.seed)
-            cells += found
-    finally:
-        torch.set_num_threads(before)
-    return cells
+def plan(settings: ThroughputSettings, listen: Listener) -> Iterator[Job]:
+    """A job for every length."""
+    for length in settings.lengths:
+        origin = Origin({**described(settings), "lengths": [length]}, {})
+        names = [f"{row}-{length}" for row in settings.rows]
+        make = thread_count(settings.threads)(partial(_measured, settings, length, listen))
+        yield Job(dict.fromkeys(names, origin), make, settings.seed)
 
 
-def _measured(settings: ThroughputSettings, length: int) -> list[Cell]:
+def _measured(settings: ThroughputSettings, length: int, listen: Listener, cells: Cells) -> None:
+    """Mechanisms take turns, update by update."""
     batch = max(1, settings.tokens // length)
     updates = {row: _update(settings, row, batch, length) for row in settings.rows}
     for update in updates.values():
         update()
     timed: dict[str, list[tuple[float, float]]] = {row: [] for row in updates}
-    for _ in range(settings.repeats):
+    for repeat in range(settings.repeats):
+        listen(f"{length} tokens", repeat, settings.repeats)
         for row, update in updates.items():
             wall, processor = time.perf_counter(), time.process_time()
             update()
             timed[row].append((time.process_time() - processor, time.perf_counter() - wall))
-    return [
-        Cell(row, length, batch, seconds=min(wall for _, wall in timed[row]), processor_seconds=min(timed[row])[0],
-             parts=_profiled(update))
-        for row, update in updates.items()
-    ]  # fmt: skip
+    for row, update in updates.items():
+        cell = Cell(
+            row, length, batch, seconds=min(wall for _, wall in timed[row]), processor_seconds=min(timed[row])[0],
+            parts=_profiled(update),
+        )  # fmt: skip
+        cells.finish(f"{row}-{length}", cell, {"updates": settings.repeats})
 
 
 def _update(settings: ThroughputSettings, row: str, batch: int, length: int) -> Callable[[], None]:
@@ -150,23 +134,20 @@ def _profiled(update: Callable[[], None]) -> dict[str, float]:
     return {part: value / whole for part, value in spent.items()}
 
 
-def render(folder: Path) -> Report:
+def _tables(records: list[Record]) -> list[Table]:
     """Tokens per second and the ratio to the last mechanism; below, where the time of an update goes."""
-    found = [CellFolder(folder, Cell, NAME).record(path.stem) for path in sorted(folder.glob("*.json"))]
-    records = [record for record in found if record is not None]
-    if not records:
-        raise ValueError(f"{folder} holds no finished cell.")
     cells = sorted((record.cell for record in records), key=lambda cell: cell.length)
+    return [_speeds(cells, records[0].origin.settings["rows"]), _shares(cells)]
+
+
+def _notes(records: list[Record]) -> list[str]:
     settings = records[0].origin.settings
-    rows = settings["rows"]
-    notes = (
+    return [
         f"Forward, backward, clipping and AdamW; {settings['tokens']:,} tokens per update, LOT of rank "
         f"{settings['rank']}, softmax fused (no attention dropout). Mechanisms take turns; the fastest of "
         f"{settings['repeats']} updates, by processor time.",
         f"{records[0].provenance.where()}.",
-    )
-    commands = tuple(dict.fromkeys(record.provenance.command for record in records))
-    return Report(commands, (_speeds(cells, rows), _shares(cells)), notes)
+    ]
 
 
 def _speeds(cells: Sequence[Cell], rows: Sequence[str]) -> Table:
@@ -188,3 +169,15 @@ def _shares(cells: Sequence[Cell]) -> Table:
         for cell in sorted(cells, key=lambda cell: (cell.row, cell.length))
     ]
     return Table("Where an update's time goes, %", ("model, length", *parts), tuple(body))
+
+
+EXPERIMENT = Experiment(
+    name="lra-throughput",
+    about="How fast the Long Range Arena's encoder trains as sequences grow: LOT against fused softmax.",
+    settings=ThroughputSettings,
+    cell=Cell,
+    plan=plan,
+    tables=_tables,
+    notes=_notes,
+    extras=("train",),
+)

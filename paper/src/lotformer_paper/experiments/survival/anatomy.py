@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,17 @@ from torch import Tensor, nn
 from lotformer import conversion
 from lotformer.attention import Attention
 from lotformer.cli.tables import Table
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.hosts.sites import substituted
-from lotformer.files import require_writable
 from lotformer.nn.depthwise import square_grid
 from lotformer.settings import setting
 
 from ...results import figures
-from ...results.cells import CellFolder, Listener, Origin
-from ...results.report import Report
+from ...results.cells import Origin, Record
+from ..engine import Cells, Experiment, Job, described
 from .protocol import ProtocolSettings
-from .vision import VisionSettings, VisionTask, read_images
+from .vision import Images, VisionSettings, VisionTask, Weights, read_images
 
-NAME = "conversion-anatomy"
 _CELL = "anatomy"
 
 
@@ -109,7 +107,7 @@ class _Approximate(Attention):
         return matrix @ v
 
 
-def look(task: VisionTask, settings: AnatomySettings, listen: Listener = lambda what, now, total: None) -> Anatomy:
+def look(task: VisionTask, settings: AnatomySettings, listen: Listener) -> Anatomy:
     """Run the images through the model and its approximations."""
     layers: list[Layer] = []
     model = task.load().eval()
@@ -162,33 +160,21 @@ def near_keys(tokens: int, prefix: int, grid: tuple[int, int], window: int) -> T
     return near
 
 
-def run(
-    task: VisionTask,
-    out: Path,
-    settings: AnatomySettings,
-    sources: dict[str, Any],
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> Anatomy:
-    """Look, unless `out` holds what was seen already."""
-    about_learning = {field.name for field in dataclasses.fields(ProtocolSettings)}  # nothing is learned here
-    used = {name: x for name, x in dataclasses.asdict(settings).items() if name not in about_learning}
-    plain = {name: list(x) if isinstance(x, tuple) else x for name, x in used.items()}
-    cells, origin = CellFolder(out, Anatomy, NAME, command), Origin(plain, sources)
-    found = cells.find(_CELL, origin)
-    if found is None:
-        require_writable(out)
-        cells.begin(_CELL, origin)
-        found = cells.finish(_CELL, look(task, settings, listen), origin, {"images": settings.images}, 0)
-    return found
+def plan(settings: AnatomySettings, listen: Listener, checkpoint: Weights, pictures: Images) -> list[Job]:
+    """One cell."""
+    task = VisionTask(checkpoint, pictures, settings)
+    about_learning = (field.name for field in dataclasses.fields(ProtocolSettings))  # nothing is learned here
+
+    def make(cells: Cells) -> None:
+        cells.begin(_CELL)
+        cells.finish(_CELL, look(task, settings, listen), {"images": settings.images})
+
+    return [Job({_CELL: Origin(described(settings, *about_learning), task.sources())}, make)]
 
 
-def render(folder: Path) -> Report:
-    """Two tables and a picture."""
-    record = CellFolder(folder, Anatomy, NAME).record(_CELL)
-    if record is None:
-        raise ValueError(f"{folder} holds no anatomy.")
-    seen: Anatomy = record.cell
+def _tables(records: list[Record]) -> list[Table]:
+    """Layer by layer, and all layers at once."""
+    seen: Anatomy = records[0].cell
     ranks = list(seen.layers[0].error)
     columns = ("layer", "itself", "beside it", "special\ntokens", "tallest\ncolumn", *(f"rank {r}" for r in ranks),
                *(f"rest,\nrank {r}" for r in ranks))  # fmt: skip
@@ -211,9 +197,12 @@ def render(folder: Path) -> Report:
         for g in seen.growth
     )
     columns = ("", "error of the hidden states before the last layer", "embedding cosine")
-    second = Table("All layers at once", columns, grown)
-    note = f"{record.provenance.budget['images']} images; {record.provenance.where()}."
-    return Report((record.provenance.command,), (first, second), (note,), lambda place: _draw(seen, place))
+    return [first, Table("All layers at once", columns, grown)]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    source = records[0].provenance
+    return [f"{source.budget['images']} images; {source.where()}."]
 
 
 def _run(model: nn.Module, names: Sequence[str], images: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -271,7 +260,8 @@ def _truncated(matrix: Tensor, rank: int, near: Tensor | None) -> Tensor:
     return kept + (u[..., :rank] * s[..., None, :rank]) @ vh[..., :rank, :]
 
 
-def _draw(seen: Anatomy, folder: Path) -> list[Path]:
+def _draw(records: list[Record], folder: Path) -> list[Path]:
+    seen: Anatomy = records[0].cell
     plt = figures.pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
     depth = range(len(seen.layers))
@@ -298,3 +288,15 @@ def _draw(seen: Anatomy, folder: Path) -> list[Path]:
     axes[3].set(title="error that reaches a layer", xlabel="layer", xticks=list(depth), ylim=(0, 1.45 * tallest))
     axes[3].legend(fontsize=7, loc="upper left")
     return figures.save(figure, folder / "figure")
+
+
+EXPERIMENT = Experiment(
+    name="conversion-anatomy",
+    about="What the heads of a vision transformer do, and what a matrix of low rank makes of it, layer by layer.",
+    settings=AnatomySettings,
+    cell=Anatomy,
+    plan=plan,
+    tables=_tables,
+    notes=_notes,
+    draw=_draw,
+)

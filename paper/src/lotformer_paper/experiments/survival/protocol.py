@@ -6,9 +6,11 @@ Every stage of every variant and seed is a cell of its own and leaves its model 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,15 +19,17 @@ from torch import Tensor, nn
 
 from lotformer import conversion
 from lotformer.cli.tables import Table, mean_and_deviation
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.api import WINDOW_SIZES
 from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data.batches import Batch
-from lotformer.files import new_file, require_writable
+from lotformer.files import new_file
 from lotformer.reading import decoding
 from lotformer.settings import Settings, setting
 
-from ...results.cells import CellFolder, Listener, Origin, Record
-from ...results.report import Report
+from ...results.cells import Origin, Record
+from ...results.sources import Source
+from ..engine import Cells, Experiment, Job, alike, described, names_among
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot-32": {"rank": 32},
@@ -130,132 +134,115 @@ class Softmax:
     scores: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A task with its name, for `lotformer render`, and the scores that are percentages of the original's."""
+def survival(
+    name: str,
+    about: str,
+    settings: type[ProtocolSettings],
+    plan: Callable[..., Iterable[Job]],
+    title: str,
+    relative: Collection[str],
+    require: Callable[[], None] = lambda: None,
+) -> Experiment:
+    """The experiment on one modality; `relative` names the scores that are shown in percent of the original's, too."""
+    return Experiment(
+        name=name,
+        about=about,
+        settings=settings,
+        cell=Softmax | Cell,
+        plan=plan,
+        arranged=lambda found: sorted((r for r in found if isinstance(r.cell, Cell)), key=lambda r: _order(r.cell)),
+        tables=lambda records: [_table(title, relative, records)],
+        notes=_notes,
+        require=require,
+    )
 
-    name: str
-    title: str
-    relative: tuple[str, ...]
 
-    def run(
-        self,
-        task: Task,
-        out: Path,
-        variants: Sequence[str],
-        settings: ProtocolSettings,
-        sources: Mapping[str, Any],
-        listen: Listener = lambda what, now, total: None,
-        command: str = "",
-    ) -> list[Cell]:
-        """Fill every stage of every seed and variant that is not in `out` yet; returns all of them.
+def jobs(
+    task: Task, sources: Mapping[str, Source], settings: ProtocolSettings, variants: str, listen: Listener
+) -> Iterator[Job]:
+    """A job for the stages of every seed and variant. The original is scored by the first that needs it."""
+    bench = _Bench(task, settings, listen)
+    yield Job({_ORIGINAL: Origin(_of_the_original(settings), dict(sources))}, asked=False)
+    for seed, name in itertools.product(settings.seeds, names_among(variants, VARIANTS | OTHERS)):
+        about = {**_described(settings), "seed": seed, "options": _in_full(name, task.tokens)}
+        stages = _stages(name, settings)
+        origins = {_place(name, seed, stage): _origin_of(stage, Origin(about, dict(sources))) for stage in stages}
+        yield Job(origins, partial(bench.fill, name, seed, stages), seed)
 
-        Raises:
-            ValueError: a variant is unknown, or `out` holds cells made from something else.
-        """
-        for name in variants:
-            if name not in VARIANTS | OTHERS:
-                raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS | OTHERS)}.")
-        originals = CellFolder(out, Softmax, self.name, command)
-        bench = _Bench(task, originals, Origin(_of_the_original(settings), dict(sources)), settings, listen)
-        cells = []
-        for seed in settings.seeds:
-            for name in variants:
-                folder = CellFolder(_place(out, name, seed), Cell, self.name, command)
-                whole = Origin(
-                    {**_described(settings), "seed": seed, "options": _in_full(name, task.tokens)}, dict(sources)
-                )
-                origins = {stage: _origin_of(stage, whole) for stage in _stages(name, settings)}
-                if any(folder.find(stage, origin) is None for stage, origin in origins.items()):
-                    require_writable(folder.folder)
-                    bench.fill(name, seed, folder, origins)
-                found = (folder.find(stage, origin) for stage, origin in origins.items())
-                cells += [cell for cell in found if cell is not None]
-        return cells
 
-    def render(self, folder: Path) -> Report:
-        """The table of every cell in the folder, and below it what was spent on them."""
-        found: list[Record] = []
-        for name in VARIANTS | OTHERS:
-            for place in sorted((folder / name).glob("seed*")):
-                cells = CellFolder(place, Cell, self.name)
-                stages = (path.stem for path in place.glob("*.json"))
-                found += [record for stage in stages if (record := cells.record(stage)) is not None]
-        if not found:
-            raise ValueError(f"{folder} holds no finished cell.")
-        found.sort(key=lambda record: _order(record.cell))
-        budgets: dict[str, dict[str, list[int]]] = {}
-        for record in found:
-            row = f"{record.cell.variant} {record.cell.stage}"
-            budgets.setdefault(_budget(record), {}).setdefault(row, []).append(record.cell.seed)
-        notes = [f"{_with_seeds(places)}: {text}." for text, places in budgets.items()]
-        notes += [_errors(record.cell) for record in found if record.cell.stage == "calibrated"]
-        commands = tuple(dict.fromkeys(record.provenance.command for record in found))
-        return Report(commands, (self._table(found),), tuple(notes))
+def _place(variant: str, seed: int, stage: str) -> str:
+    return f"{variant}/seed{seed}/{stage}"
 
-    def _table(self, records: Sequence[Record]) -> Table:
-        """A row for each variant and stage, the mean over seeds with one budget; scores that can be in percent, too."""
-        softmax: dict[str, float] = records[0].cell.softmax
-        names = list(softmax)
-        columns = ("variant, stage", *names, "residual,\nmax", "d.s. error,\nmean", "cosine\nexpected", "seconds")
-        rows = [("softmax", *(f"{softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
-        alike: dict[tuple[str, str, str], list[Cell]] = {}
-        for record in records:
-            settings = {name: value for name, value in record.origin.settings.items() if name != "seed"}
-            alike.setdefault((record.cell.variant, record.cell.stage, repr(settings)), []).append(record.cell)
-        for (variant, stage, _), seeds in alike.items():
-            residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
-            errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
-            rows.append(
-                (
-                    f"{variant}, {stage}",
-                    *(self._score(name, seeds) for name in names),
-                    f"{max(residuals):.0e}" if residuals else "–",
-                    f"{sum(errors) / len(errors):.2g}" if errors else "–",
-                    mean_and_deviation([cell.forecast for cell in seeds if cell.forecast is not None], digits=3),
-                    mean_and_deviation([cell.seconds for cell in seeds if cell.seconds is not None], digits=0),
-                )
+
+def _table(title: str, relative: Collection[str], records: Sequence[Record]) -> Table:
+    """A row for each variant and stage, the mean over seeds with one budget; scores that can be in percent, too."""
+    softmax: dict[str, float] = records[0].cell.softmax
+    names = list(softmax)
+    columns = ("variant, stage", *names, "residual,\nmax", "d.s. error,\nmean", "cosine\nexpected", "seconds")
+    rows = [("softmax", *(f"{softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
+    for made in alike(records, _row).values():
+        seeds: list[Cell] = [record.cell for record in made]
+        residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
+        errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
+        rows.append(
+            (
+                f"{seeds[0].variant}, {seeds[0].stage}",
+                *(_score(name, seeds, name in relative) for name in names),
+                f"{max(residuals):.0e}" if residuals else "–",
+                f"{sum(errors) / len(errors):.2g}" if errors else "–",
+                mean_and_deviation([cell.forecast for cell in seeds if cell.forecast is not None], digits=3),
+                mean_and_deviation([cell.seconds for cell in seeds if cell.seconds is not None], digits=0),
             )
-        return Table(self.title, columns, tuple(rows))
+        )
+    return Table(title, columns, tuple(rows))
 
-    def _score(self, name: str, seeds: Sequence[Cell]) -> str:
-        shown = mean_and_deviation([cell.scores[name] for cell in seeds], digits=4)
-        if name not in self.relative:
-            return shown
-        return f"{shown} ({mean_and_deviation([100 * cell.scores[name] / cell.softmax[name] for cell in seeds])} %)"
+
+def _row(record: Record) -> str:
+    settings = {name: value for name, value in record.origin.settings.items() if name != "seed"}
+    return f"{record.cell.variant}, {record.cell.stage}, {settings}"
+
+
+def _score(name: str, seeds: Sequence[Cell], relative: bool) -> str:
+    shown = mean_and_deviation([cell.scores[name] for cell in seeds], digits=4)
+    if not relative:
+        return shown
+    return f"{shown} ({mean_and_deviation([100 * cell.scores[name] / cell.softmax[name] for cell in seeds])} %)"
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    budgets = [f"{_with_seeds(made)}: {text}." for text, made in alike(records, _budget).items()]
+    return [*budgets, *(_errors(record.cell) for record in records if record.cell.stage == "calibrated")]
 
 
 class _Bench:
     """The task, its original's scores, and the stages."""
 
-    def __init__(
-        self, task: Task, originals: CellFolder[Softmax], origin: Origin, settings: ProtocolSettings, listen: Listener
-    ) -> None:
-        self.task, self.originals, self.origin, self.settings, self.listen = task, originals, origin, settings, listen
+    def __init__(self, task: Task, settings: ProtocolSettings, listen: Listener) -> None:
+        self.task, self.settings, self.listen = task, settings, listen
         self.softmax: dict[str, float] = {}
 
-    def fill(self, variant: str, seed: int, cells: CellFolder[Cell], origins: Mapping[str, Origin]) -> None:
+    def fill(self, variant: str, seed: int, stages: Sequence[str], cells: Cells) -> None:
         """Go through the stages; a finished one only hands its model on."""
-        self._remember_the_original()
+        self._remember_the_original(cells)
         torch.manual_seed(seed)
         begun = time.perf_counter()
         model = self.task.load().eval()
         body = self.task.body(model)
         layers = conversion.convert(body, variant if variant in OTHERS else "lot", **_options(variant)).converted
-        if "calibrated" in origins and max(self.settings.kept, default=0) >= len(layers):
+        if "calibrated" in stages and max(self.settings.kept, default=0) >= len(layers):
             raise ValueError(
                 f"kept must leave layers converted: the model has {len(layers)}, got {self.settings.kept}."
             )
         spent: float | None = time.perf_counter() - begun
         last: Cell | None = None
-        for stage, origin in origins.items():
-            place = cells.folder / stage
-            done = cells.find(stage, origin)
+        for stage in stages:
+            name = _place(variant, seed, stage)
+            place, done = cells.place(name), cells.find(name)
             if done is not None:
                 if stage == "calibrated":
                     model, last = self.task.load(place).eval(), done
                 continue
-            progress = cells.begin(stage, origin)
+            progress = cells.begin(name)
             errors, forecast, steps, inputs = (last.errors if last else {}), None, 0, 0
             current = model
             if stage == "calibrated":
@@ -265,7 +252,7 @@ class _Bench:
                 inputs = self.settings.calibration_inputs
                 self.task.save(model, place)
             elif stage.startswith("kept"):
-                current, spent = self.task.load(cells.folder / "calibrated").eval(), 0.0
+                current, spent = self.task.load(cells.place(_place(variant, seed, "calibrated"))).eval(), 0.0
                 worst = sorted(errors, key=errors.__getitem__, reverse=True)[: int(stage.rpartition("-")[2])]
                 conversion.revert(self.task.body(current), layers=worst)
             elif stage == "fine-tuned":
@@ -275,13 +262,13 @@ class _Bench:
                 self.task.save(model, place)
             cell = self._measured(current, variant, stage, seed, errors, forecast, spent)
             last = cell if stage == "calibrated" else last
-            cells.finish(stage, cell, origin, {"steps": steps, "inputs": inputs}, seed)
+            cells.finish(name, cell, {"steps": steps, "inputs": inputs})
 
-    def _remember_the_original(self) -> None:
+    def _remember_the_original(self, cells: Cells) -> None:
         """Score it, unless that was done: by this run, or by one that has left its outputs in the folder."""
         if self.softmax:
             return
-        found, kept = self.originals.find(_ORIGINAL, self.origin), self.originals.folder / f"{_ORIGINAL}.pt"
+        found, kept = cells.find(_ORIGINAL), cells.place(f"{_ORIGINAL}.pt")
         if found is not None and kept.is_file():
             with decoding(kept, "what the original gave (delete it to make it again)"):
                 self.task.reference = torch.load(kept, weights_only=True)
@@ -290,10 +277,9 @@ class _Bench:
         self.task.reference = None
         self.softmax = self._scores(self.task.load().eval(), _ORIGINAL)
         assert self.task.reference is not None
-        require_writable(self.originals.folder)
         with new_file(kept) as draft:
             torch.save(self.task.reference, draft)
-        self.originals.finish(_ORIGINAL, Softmax(self.softmax), self.origin, {}, seed=0)
+        cells.finish(_ORIGINAL, Softmax(self.softmax))
 
     def _calibrate(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.CalibrationReport:
         return conversion.calibrate(
@@ -353,14 +339,9 @@ class _Bench:
         return self.task.scores(model, lambda what, now, total: self.listen(f"{variant}: {what}", now, total))
 
 
-def _place(out: Path, variant: str, seed: int) -> Path:
-    return out / variant / f"seed{seed}"
-
-
 def _described(settings: ProtocolSettings) -> dict[str, Any]:
     """The settings that results depend on; what says which cells to make is not among them."""
-    described = dataclasses.asdict(settings)
-    return {name: value for name, value in described.items() if name not in ("seeds", "kept", "first_stage")}
+    return described(settings, "seeds", "kept", "first_stage")
 
 
 def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
@@ -417,10 +398,12 @@ def _budget(record: Record) -> str:
     return "; ".join([*parts, record.provenance.where()])
 
 
-def _with_seeds(places: Mapping[str, Sequence[int]]) -> str:
+def _with_seeds(records: Iterable[Record]) -> str:
     """`lot-32 calibrated (seeds 0, 1), lot-64 calibrated (seed 0)`."""
+    places = alike(records, lambda record: f"{record.cell.variant} {record.cell.stage}")
     return ", ".join(
-        f"{place} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})" for place, seeds in places.items()
+        f"{place} (seed{'s' * (len(made) > 1)} {', '.join(str(record.cell.seed) for record in made)})"
+        for place, made in places.items()
     )
 
 

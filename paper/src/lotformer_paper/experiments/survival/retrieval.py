@@ -6,6 +6,7 @@ can, from searched ones that answer no test query. Neither test queries nor the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,24 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data import glue
-from lotformer.data.checkpoints import save_like
+from lotformer.data.checkpoints import checkpoint_folder, save_like
+from lotformer.data.folder import data_folder
 from lotformer.data.sentence_pairs import SentencePairs
 from lotformer.data.text import embed, text_batches
 from lotformer.settings import setting
 
 from ...data import retrieval
-from ...results.cells import Listener
-from .protocol import EVERYTHING, Experiment, ProtocolSettings
-
-EXPERIMENT = Experiment(
-    "survival-retrieval",
-    "nDCG@10 and Spearman (% of softmax); mean cosine with the original's embeddings",
-    ("nDCG@10", "STS-B"),
-)
-NAME, render = EXPERIMENT.name, EXPERIMENT.render
-
+from ...results.sources import checkpoint_source, files_source
+from ..engine import Job
+from ..inputs import Checkpoint, DataDir, Variants
+from .protocol import EVERYTHING, ProtocolSettings, jobs, survival
 
 _STRUNG = 10  # claims that are about as long as an abstract
 
@@ -132,3 +129,30 @@ def _strung(texts: list[str], count: int) -> list[str]:
 def _spread(texts: list[str], count: int) -> list[str]:
     count = max(0, min(count, len(texts)))
     return [texts[i * len(texts) // count] for i in range(count)]
+
+
+def plan(
+    settings: RetrievalSettings,
+    listen: Listener,
+    checkpoint: Checkpoint,
+    data_dir: DataDir = None,
+    variants: Variants = "lot-32, lot-64, lot-128, lot-transport-alone, lot-uniform",
+) -> Iterator[Job]:
+    folder = data_folder(data_dir, f"scifact in BEIR's layout and {glue.WANTED}")
+    weights, stsb = checkpoint_folder(checkpoint), glue.TASKS["stsb"]
+    sources = {
+        "checkpoint": checkpoint_source(weights),
+        "data": files_source("scifact", retrieval.files(folder / "scifact")),
+        "pairs": files_source(f"glue/{stsb.folder}", glue.files(stsb, folder)),
+    }
+    return jobs(RetrievalTask(weights, folder / "scifact", folder, settings), sources, settings, variants, listen)
+
+
+EXPERIMENT = survival(
+    name="survival-retrieval",
+    about="A sentence encoder: SciFact and STS-B before and after its attention is converted, without labels.",
+    settings=RetrievalSettings,
+    plan=plan,
+    title="nDCG@10 and Spearman (% of softmax); mean cosine with the original's embeddings",
+    relative=("nDCG@10", "STS-B"),
+)

@@ -6,10 +6,10 @@ best run of each counts. With one thread it is the processor's time, which other
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +17,11 @@ from torch import nn
 
 from lotformer import conversion
 from lotformer.cli.tables import Table
-from lotformer.files import require_writable
+from lotformer.cli.terminal import Listener
 from lotformer.settings import Settings, setting
 
-from ...results.cells import CellFolder, Listener, Origin, Record
-from ...results.report import Report
-
-NAME = "survival-speed"
+from ...results.cells import Origin, Record
+from ..engine import Cells, Experiment, Job, described
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot, 13 × 13": {"pivots": "input-aware", "balance": "keys", "window_size": 13},
@@ -56,50 +54,39 @@ class Cell:
     seconds: dict[str, float]
 
 
-def run(
-    out: Path, settings: SpeedSettings, listen: Listener = lambda what, now, total: None, command: str = ""
-) -> list[Cell]:
-    """Time every size that is not in `out` yet; returns all of them."""
-    cells, found = CellFolder(out, Cell, NAME, command), []
+def plan(settings: SpeedSettings, listen: Listener) -> Iterator[Job]:
+    """A job for every size."""
+    origin = Origin({**described(settings, "sizes"), "variants": VARIANTS}, {})
     for size in settings.sizes:
-        kept = {name: value for name, value in dataclasses.asdict(settings).items() if name != "sizes"}
-        name, origin = f"{size}", Origin({**kept, "variants": VARIANTS}, {})
-        cell = cells.find(name, origin)
-        if cell is None:
-            require_writable(out)
-            cells.begin(name, origin)
-            cell = cells.finish(
-                name, _timed(size, settings, listen), origin, {"turns": settings.repeats}, settings.seed
-            )
-        found.append(cell)
-    return found
+        yield Job({f"{size}": origin}, partial(_timed, size, settings, listen), settings.seed)
 
 
-def render(folder: Path) -> Report:
+def _arranged(records: list[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: int(record.cell.size))
+
+
+def _tables(records: list[Record]) -> list[Table]:
     """A row for each size, a column for each model."""
-    place = CellFolder(folder, Cell, NAME)
-    stems = sorted((path.stem for path in folder.glob("*.json")), key=lambda stem: (len(stem), stem))
-    found: list[Record] = [record for stem in stems if (record := place.record(stem)) is not None]
-    if not found:
-        raise ValueError(f"{folder} holds no finished cell.")
     rows = []
-    for record in found:
-        cell: Cell = record.cell
+    for cell in (record.cell for record in records):
         softmax = cell.seconds["softmax"]
         others = [
             f"{value:.3f} s, {softmax / value:.2f} ×" for name, value in cell.seconds.items() if name != "softmax"
         ]
         rows.append((f"{cell.size} px, {cell.tokens} tokens", f"{softmax:.3f} s", *others))
-    columns = ("", *(name.replace(", ", ",\n") for name in found[0].cell.seconds))
-    settings, source = found[0].origin.settings, found[0].provenance
+    columns = ("", *(name.replace(", ", ",\n") for name in records[0].cell.seconds))
+    return [Table("A forward pass of the whole model, and × softmax", columns, tuple(rows))]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    settings, source = records[0].origin.settings, records[0].provenance
     clock = "processor's time" if source.threads == 1 else "time"
     note = f"{settings['model']}, rank {settings['rank']}, batch {settings['batch_size']}; {clock}, best of "
-    note += f"{settings['repeats']} turns; {source.where()}."
-    commands = tuple(dict.fromkeys(record.provenance.command for record in found))
-    return Report(commands, (Table("A forward pass of the whole model, and × softmax", columns, tuple(rows)),), (note,))
+    return [f"{note}{settings['repeats']} turns; {source.where()}."]
 
 
-def _timed(size: int, settings: SpeedSettings, listen: Listener) -> Cell:
+def _timed(size: int, settings: SpeedSettings, listen: Listener, cells: Cells) -> None:
+    cells.begin(f"{size}")
     torch.manual_seed(settings.seed)
     models = {"softmax": _build(settings)}
     for name, options in VARIANTS.items():
@@ -116,7 +103,7 @@ def _timed(size: int, settings: SpeedSettings, listen: Listener) -> Cell:
                 model(images)
                 best[name] = min(best[name], clock() - begun)
         tokens: Any = models["softmax"].forward_features(images[:1])  # type: ignore[operator]
-    return Cell(size, tokens.shape[1], best)
+    cells.finish(f"{size}", Cell(size, tokens.shape[1], best), {"turns": settings.repeats})
 
 
 def _build(settings: SpeedSettings) -> nn.Module:
@@ -125,3 +112,15 @@ def _build(settings: SpeedSettings) -> nn.Module:
     options: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
     model: nn.Module = timm.create_model(settings.model, **options)
     return model.eval()
+
+
+EXPERIMENT = Experiment(
+    name="survival-speed",
+    about="A vision transformer: how much faster it is converted, whole, at several sizes of the image.",
+    settings=SpeedSettings,
+    cell=Cell,
+    plan=plan,
+    arranged=_arranged,
+    tables=_tables,
+    notes=_notes,
+)

@@ -5,6 +5,7 @@ It learns from source sentences of the training set, without their translations:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.hosts.sites import TokenKind
-from lotformer.data.checkpoints import save_like
+from lotformer.data.checkpoints import checkpoint_folder, save_like
+from lotformer.data.folder import data_folder
 from lotformer.data.text import embed, load_tokenizer, text_batches
 from lotformer.settings import setting
 
 from ...data.translation.corpora import multi30k, multi30k_files
-from ...results.cells import Listener
+from ...results.sources import checkpoint_source, files_source
+from ..engine import Job
+from ..inputs import Checkpoint, DataDir, Variants
 from ..translation.scoring import require_sacrebleu, score
-from .protocol import Experiment, ProtocolSettings
-
-EXPERIMENT = Experiment(
-    "survival-translation",
-    "sacreBLEU and chrF (% of softmax); mean cosine with the original's encoder states, mean over tokens",
-    ("BLEU", "chrF"),
-)
-NAME, render = EXPERIMENT.name, EXPERIMENT.render
+from .protocol import ProtocolSettings, jobs, survival
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class TranslationTask:
     tokens: TokenKind = "text"
 
     def __init__(self, checkpoint: Path, folder: Path, settings: TranslationSettings) -> None:
-        require_sacrebleu()
         self.checkpoint, self.settings = checkpoint, settings
         self.tokenizer = load_tokenizer(checkpoint)
         corpus = multi30k(folder, settings.source, settings.target)
@@ -103,3 +100,27 @@ class TranslationTask:
         self.reference = states if self.reference is None else self.reference
         cosine = float((states * self.reference).sum(-1).mean())
         return {"BLEU": counted.bleu, "chrF": counted.chrf, "cosine": cosine}
+
+
+def plan(
+    settings: TranslationSettings,
+    listen: Listener,
+    checkpoint: Checkpoint,
+    data_dir: DataDir = None,
+    variants: Variants = "lot-32, lot-64, lot-transport-alone, lot-uniform, sinkformer, espformer",
+) -> Iterator[Job]:
+    weights = checkpoint_folder(checkpoint)
+    task = TranslationTask(weights, data_folder(data_dir, "Multi30k"), settings)
+    sources = {"checkpoint": checkpoint_source(weights), "data": files_source("multi30k", task.files)}
+    return jobs(task, sources, settings, variants, listen)
+
+
+EXPERIMENT = survival(
+    name="survival-translation",
+    about="A translator: BLEU on Multi30k before and after its encoder's attention is converted, without translations.",
+    settings=TranslationSettings,
+    plan=plan,
+    title="sacreBLEU and chrF (% of softmax); mean cosine with the original's encoder states, mean over tokens",
+    relative=("BLEU", "chrF"),
+    require=require_sacrebleu,
+)

@@ -7,30 +7,30 @@ one that is scored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from lotformer import conversion
+from lotformer.cli.terminal import Listener
 from lotformer.conversion.hosts.sites import TokenKind
 from lotformer.data.images import open_image
 from lotformer.data.vision.transforms import evaluation_transform
 from lotformer.settings import setting
 
-from ...results.cells import Listener
-from .protocol import EVERYTHING, Experiment, ProtocolSettings
+from ...results.sources import Source, files_source, folder_source
+from ..engine import Job
+from ..inputs import Variants
+from .protocol import EVERYTHING, ProtocolSettings, jobs, survival
 
-EXPERIMENT = Experiment(
-    "survival-vision",
-    "top-1 by a few images a class (% of softmax); mean cosine with the original's embeddings",
-    ("top-1",),
-)
-NAME, render = EXPERIMENT.name, EXPERIMENT.render
+Weights = Annotated[Path, typer.Option(help="safetensors file with the weights of the model.")]
+Images = Annotated[Path, typer.Option(help="Folder with a folder of images for each class.")]
 
 _SUFFIXES = {".jpeg", ".jpg", ".png"}
 
@@ -65,7 +65,7 @@ class VisionTask:
     tokens: TokenKind = "image"
 
     def __init__(self, checkpoint: Path, folder: Path, settings: VisionSettings) -> None:
-        self.checkpoint, self.settings = checkpoint, settings
+        self.checkpoint, self.folder, self.settings = checkpoint, folder, settings
         self.pictures = Pictures(folder, settings.per_class)
         if settings.classes > len(self.pictures.classes):
             raise ValueError(f"{folder} holds {len(self.pictures.classes)} classes, not {settings.classes}.")
@@ -73,6 +73,12 @@ class VisionTask:
             images = f"{settings.prototypes} images of {settings.classes} classes"
             raise ValueError(f"{images} are fewer than {settings.neighbours} neighbours.")
         self.reference: Tensor | None = None
+
+    def sources(self) -> dict[str, Source]:
+        """The weights and every image."""
+        files = [file for place in self.pictures.classes for file in place]
+        weights = files_source(self.checkpoint.name, [self.checkpoint])
+        return {"checkpoint": weights, "data": folder_source(self.folder, files)}
 
     def load(self, place: Path | None = None) -> nn.Module:
         import timm
@@ -157,3 +163,24 @@ def neighbour_accuracy(embeddings: Tensor, labels: Tensor, first: Tensor, count:
     nearest = (embeddings[~first] @ embeddings[first].T).topk(count, dim=-1).indices
     guessed = labels[first][nearest].mode(-1).values
     return float((guessed == labels[~first]).float().mean())
+
+
+def plan(
+    settings: VisionSettings,
+    listen: Listener,
+    checkpoint: Weights,
+    images: Images,
+    variants: Variants = "lot-32, lot-64, lot-128, lot-transport-alone, lot-uniform",
+) -> Iterator[Job]:
+    task = VisionTask(checkpoint, images, settings)
+    return jobs(task, task.sources(), settings, variants, listen)
+
+
+EXPERIMENT = survival(
+    name="survival-vision",
+    about="A vision transformer: accuracy by prototypes before and after its attention is converted, without labels.",
+    settings=VisionSettings,
+    plan=plan,
+    title="top-1 by a few images a class (% of softmax); mean cosine with the original's embeddings",
+    relative=("top-1",),
+)

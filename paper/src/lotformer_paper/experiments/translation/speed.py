@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lotformer.cli.tables import Table
-from lotformer.files import require_writable
+from lotformer.cli.terminal import Listener
 from lotformer.reading import read_lines
 from lotformer.settings import Settings, setting
 
-from ...results.cells import CellFolder, Listener, Origin
-from ...results.report import Report
+from ...results.cells import Origin, Record
+from ...results.provenance import thread_count
 from ...results.sources import checkpoint_source, files_source
+from ..engine import Cells, Experiment, Job, described
 from .rows import ROWS
 
-NAME = "translation-speed"
+_Opened = tuple[dict[str, Any], dict[str, list[list[int]]]]
 
 
 @dataclass(frozen=True)
@@ -63,47 +66,30 @@ class Cell:
     encoder_seconds: float
 
 
-def run(
+def plan(
     settings: SpeedSettings,
-    model: Path,
-    text: Path,
-    out: Path,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Measure every workload that is not in `out` yet; the two encoders take turns."""
-    import torch
+    listen: Listener,
+    model: Annotated[Path, typer.Argument(help="Folder of a Marian checkpoint with softmax attention.")],
+    text: Annotated[Path, typer.Argument(help="File with one source sentence per line.")],
+) -> Iterator[Job]:
+    """A job for every workload; the two encoders take turns."""
+    origin = Origin(described(settings), {"model": checkpoint_source(model), "text": files_source(text.name, [text])})
+    opened = cache(partial(_opened, settings, model, text))
+    for workload in ("sentences", "documents"):
+        names = [f"{workload}-{encoder}" for encoder in ("softmax", settings.row)]
+        make = thread_count(settings.threads)(partial(_timed, settings, workload, opened, listen))
+        yield Job(dict.fromkeys(names, origin), make, settings.seed)
 
+
+def _opened(settings: SpeedSettings, model: Path, text: Path) -> _Opened:
+    """Both models by the name of their encoder, and the source tokens of both workloads."""
     from .conversions import swap
     from .decoding import load
 
-    require_writable(out)
-    origin = Origin(
-        dataclasses.asdict(settings), {"model": checkpoint_source(model), "text": files_source(text.name, [text])}
-    )
-    folder = CellFolder(out, Cell, NAME, command)
-    wanted = [(workload, encoder) for workload in ("sentences", "documents") for encoder in ("softmax", settings.row)]
-    found = {place: folder.find("-".join(place), origin) for place in wanted}
-    if all(found.values()):
-        return [cell for cell in found.values() if cell is not None]
     softmax, tokenizer = load(model)
     converted = copy.deepcopy(softmax)
     swap(converted, ROWS[settings.row], settings.seed)
-    models = {"softmax": softmax, settings.row: converted}
-    tokens = _tokens(settings, tokenizer, read_lines(text))
-    before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
-    try:
-        for workload, texts in tokens.items():
-            most = settings.document_output if workload == "documents" else None
-            for encoder, cell in _timed(settings, workload, texts, models, most, listen).items():
-                name = f"{workload}-{encoder}"
-                found[workload, encoder] = folder.finish(
-                    name, cell, origin, {"repeats": settings.repeats}, settings.seed
-                )
-    finally:
-        torch.set_num_threads(before)
-    return [cell for cell in found.values() if cell is not None]
+    return {"softmax": softmax, settings.row: converted}, _tokens(settings, tokenizer, read_lines(text))
 
 
 def _tokens(settings: SpeedSettings, tokenizer: Any, lines: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -122,17 +108,14 @@ def _tokens(settings: SpeedSettings, tokenizer: Any, lines: Sequence[str]) -> di
 
 
 def _timed(
-    settings: SpeedSettings,
-    workload: str,
-    texts: list[list[int]],
-    models: dict[str, Any],
-    most: int | None,
-    listen: Listener,
-) -> dict[str, Cell]:
+    settings: SpeedSettings, workload: str, opened: Callable[[], _Opened], listen: Listener, cells: Cells
+) -> None:
     import torch
 
     from .decoding import batches_of_tokens, search
 
+    models, tokens = opened()
+    texts, most = tokens[workload], settings.document_output if workload == "documents" else None
     batches = [
         (ids, real, most or int(1.2 * ids.shape[1] + 10))
         for _, ids, real in batches_of_tokens(texts, next(iter(models.values())).config.pad_token_id)
@@ -161,8 +144,8 @@ def _timed(
             encoding[name].append(_seconds(encode))
             pad = model.config.pad_token_id
             said[name] = sum(float((rows[:, 1:] != pad).sum()) for rows in found) / len(texts)
-    return {
-        name: Cell(
+    for name in models:
+        cell = Cell(
             workload=workload,
             encoder=name,
             texts=len(texts),
@@ -171,8 +154,7 @@ def _timed(
             seconds=min(whole[name]),
             encoder_seconds=min(encoding[name]),
         )
-        for name in models
-    }
+        cells.finish(f"{workload}-{name}", cell, {"repeats": settings.repeats})
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -182,17 +164,14 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def render(folder: Path) -> Report:
+def _arranged(records: list[Record]) -> list[Record]:
+    return sorted(records, key=lambda r: (r.cell.workload != "sentences", r.cell.encoder != "softmax"))
+
+
+def _tables(records: list[Record]) -> list[Table]:
     """Translations per second, both ways."""
-    stored = CellFolder(folder, Cell, NAME)
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    records = [record for name in names if (record := stored.record(name)) is not None]
-    if not records:
-        raise ValueError(f"{folder} holds no finished cell.")
     rows = []
-    ordered = sorted(records, key=lambda r: (r.cell.workload != "sentences", r.cell.encoder != "softmax"))
-    for record in ordered:
-        cell = record.cell
+    for cell in (record.cell for record in records):
         rows.append(
             (
                 f"{cell.workload}, {cell.encoder}",
@@ -211,14 +190,28 @@ def render(folder: Path) -> Report:
         "translations\nper second",
         "encoding,\nms a text",
     )
-    s = ordered[0].origin.settings
-    notes = (
+    return [Table("", columns, tuple(rows))]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    s = records[0].origin.settings
+    return [
         f"Beam {s['beams']}, length penalty {s['length_penalty']:g} both ways; translations of documents are cut off "
         f"after {s['document_output']} tokens. Processor time of one process, {s['threads']} thread, in turns, the "
         f"fastest of {s['repeats']}.",
         "The converted encoder is only swapped: how long decoding takes depends on the length of what it says.",
-        f"{ordered[0].provenance.where()}.",
-    )
-    return Report(
-        tuple(dict.fromkeys(r.provenance.command for r in records)), (Table("", columns, tuple(rows)),), notes
-    )
+        f"{records[0].provenance.where()}.",
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="translation-speed",
+    about="Translations per second, softmax against a converted encoder: sentences, and documents of 2,000 tokens.",
+    settings=SpeedSettings,
+    cell=Cell,
+    plan=plan,
+    arranged=_arranged,
+    tables=_tables,
+    notes=_notes,
+    extras=("text",),
+)

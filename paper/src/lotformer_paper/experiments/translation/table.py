@@ -10,24 +10,34 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lotformer import conversion
 from lotformer.cli.tables import Table
-from lotformer.files import require_writable
+from lotformer.cli.terminal import Listener
+from lotformer.data.folder import VARIABLE, data_folder
 from lotformer.settings import setting
 
 from ...data.translation.sets import TranslationSet, prepare
-from ...results.cells import CellFolder, Listener, Origin, Record
-from ...results.report import Report
+from ...results.cells import Origin, Record
 from ...results.sources import Source, checkpoint_source
+from ..engine import Cells, Experiment, Job, Told, alike
 from .rows import ROWS
-from .settings import TranslationSettings, recipe_of
+from .scoring import require_sacrebleu
+from .settings import TranslationSettings, completed, recipe_of
 
-NAME = "translation"
+WANTED = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
+PairsDir = Annotated[
+    Path | None,
+    typer.Option(help=f"Folder that holds {WANTED}; prepared sets are kept in it. [${VARIABLE}]", show_default=False),
+]
+Runs = Annotated[Path, typer.Option(help="Folder in which bases are trained and kept.")]
 
 BASES = ("transformer", "diff")
 STAGES = ("swapped", "calibrated", "fine-tuned")
@@ -94,34 +104,25 @@ class Cell:
     decoding_seconds: float
 
 
-def run(
-    settings: TableSettings,
-    data: Path,
-    out: Path,
-    runs: Path,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Fill every cell that is not in `out` yet; returns all of them. `runs` is where bases are trained and kept.
-
-    Raises:
-        ValueError: `out` holds cells made from something else.
-    """
-    from .scoring import require_sacrebleu  # late: rendering needs none of this
-
-    require_sacrebleu()
-    require_writable(out)
-    pairs = prepare(recipe_of(settings), data)
-    cells: list[Cell] = []
+def plan(
+    settings: TableSettings, listen: Listener, data_dir: PairsDir = None, runs: Runs = Path("out/translation-runs")
+) -> Iterator[Job]:
+    """A job for every row of every base; bases that are not there are trained first."""
+    pairs = prepare(recipe_of(settings), data_folder(data_dir, WANTED))
+    data = Source(pairs.folder.name, pairs.fingerprint)
     for seed in settings.seeds:
         for name in (_name(settings.base),) if settings.base else settings.bases:
             place = settings.base or _trained(settings.training(name, seed), pairs, runs / f"{name}-seed{seed}", listen)
-            sources = {"base": checkpoint_source(place), "data": Source(pairs.folder.name, pairs.fingerprint)}
-            origin = Origin(settings.of_a_cell(), sources)
-            bench = _Bench(name, place, seed, settings, pairs, CellFolder(out, Cell, NAME, command), origin, listen)
+            origin = Origin(settings.of_a_cell(), {"base": checkpoint_source(place), "data": data})
+            bench = _Bench(name, place, seed, settings, pairs, listen)
             for row in settings.rows:
-                cells += bench.row(row)
-    return cells
+                stages = [stage for stage in _chain(row) if stage in settings.stages]
+                names = [bench.cell_name(row, stage) for stage in stages]
+                yield Job(dict.fromkeys(names, origin), partial(bench.fill, row, stages), seed)
+
+
+def _chain(row: str) -> list[str]:
+    return [stage for stage in STAGES if stage != "calibrated" or ROWS[row].calibrated]
 
 
 def _name(base: Path) -> str:
@@ -137,72 +138,40 @@ def _trained(settings: TranslationSettings, pairs: TranslationSet, place: Path, 
 
     task = Translation(settings, pairs)
     # a run that is finished takes no step, but one with other settings is refused
-    train(task, place, resume=True, listeners=[_Watch(f"training {place.name}", listen)])
+    train(task, place, resume=True, listeners=[Told(f"training {place.name}", listen)])
     return place / MODEL if (place / MODEL / "config.json").is_file() else task.export(place)
-
-
-class _Watch:
-    """Hears of a run and passes its progress on."""
-
-    def __init__(self, what: str, listen: Listener) -> None:
-        self.what, self.listen = what, listen
-
-    def started(self, step: int, steps: int) -> None:
-        self.listen(self.what, step, steps)
-
-    def stepped(self, progress: Any) -> None:
-        self.listen(self.what, progress.step, progress.steps)
-
-    def evaluated(self, step: int, metrics: Any) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
 
 
 class _Bench:
     """One base with one seed, and the cells made from it."""
 
     def __init__(
-        self,
-        base: str,
-        place: Path,
-        seed: int,
-        settings: TableSettings,
-        pairs: TranslationSet,
-        cells: CellFolder[Cell],
-        origin: Origin,
-        listen: Listener,
+        self, base: str, place: Path, seed: int, settings: TableSettings, pairs: TranslationSet, listen: Listener
     ) -> None:
-        self.base, self.place, self.seed, self.settings = base, place, seed, settings
-        self.cells, self.origin, self.listen = cells, origin, listen
+        self.base, self.place, self.seed, self.settings, self.listen = base, place, seed, settings, listen
         self.train = pairs["train"]
         self._epoch: list[Any] | None = None
         test = pairs["test"]
         count = min(len(test), settings.scored or len(test))
         self.test = [test[i * len(test) // count] for i in range(count)]
 
-    def row(self, name: str) -> list[Cell]:
-        """The cells of a row, those that are missing made now. A stage begins where the one before it ended."""
-        chain = [stage for stage in STAGES if stage != "calibrated" or ROWS[name].calibrated]
-        found = {
-            stage: self.cells.find(self._cell_name(name, stage), self.origin)
-            for stage in chain
-            if stage in self.settings.stages
-        }
-        missing = [stage for stage, cell in found.items() if cell is None]
-        if missing:
-            self._load()
-            for stage in chain[: chain.index(missing[-1]) + 1]:
-                start = time.perf_counter()
-                own = stage in missing
-                self._learn(name, stage, self.cells.begin(self._cell_name(name, stage), self.origin) if own else None)
-                if own:
-                    found[stage] = self._scored(name, stage, time.perf_counter() - start)
-        return [cell for cell in found.values() if cell is not None]
-
-    def _cell_name(self, row: str, stage: str) -> str:
+    def cell_name(self, row: str, stage: str) -> str:
         return f"{self.base}-{row}-{stage}-seed{self.seed}"
+
+    def fill(self, row: str, stages: Sequence[str], cells: Cells) -> None:
+        """The cells of a row that are missing. A stage begins where the one before it ended."""
+        missing = [stage for stage in stages if cells.find(self.cell_name(row, stage)) is None]
+        chain = _chain(row)
+        self._load()
+        for stage in chain[: chain.index(missing[-1]) + 1]:
+            start, name = time.perf_counter(), self.cell_name(row, stage)
+            own = stage in missing
+            self._learn(row, stage, cells.begin(name) if own else None)
+            if own:
+                seconds = time.perf_counter() - start
+                s = self.settings
+                steps = {"calibration_steps": s.calibration_steps, "finetuning_steps": s.finetuning_steps}
+                cells.finish(name, self._scored(row, stage, seconds), {"seconds": seconds, **steps})
 
     def _load(self) -> None:
         from .decoding import load
@@ -267,7 +236,7 @@ class _Bench:
         column = None if quality is None else quality.residual_max
         if quality is not None and column is None:
             column = quality.doubly_stochastic_max  # without masses of their own, columns should sum to 1
-        cell = Cell(
+        return Cell(
             base=self.base,
             row=name,
             stage=stage,
@@ -282,21 +251,16 @@ class _Bench:
             seconds=seconds,
             decoding_seconds=decoding,
         )
-        budget = {"seconds": seconds, "calibration_steps": s.calibration_steps, "finetuning_steps": s.finetuning_steps}
-        return self.cells.finish(self._cell_name(name, stage), cell, self.origin, budget, self.seed)
 
 
-def render(folder: Path) -> Report:
-    """The paper's table from every cell in the folder, and beside it what the couplings were and what was spent."""
-    stored = CellFolder(folder, Cell, NAME)
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    records = [record for name in names if (record := stored.record(name)) is not None]
-    if not records:
-        raise ValueError(f"{folder} holds no finished cell.")
+def _tables(records: list[Record]) -> list[Table]:
+    """The paper's table, and beside it what the couplings were and what was spent."""
     cells = [record.cell for record in records]
-    commands = tuple(dict.fromkeys(record.provenance.command for record in records))
-    signatures = dict.fromkeys(f"BLEU {cell.bleu_signature}; chrF {cell.chrf_signature}" for cell in cells)
-    notes = (
+    return [_scores(cells), _quality(cells)]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    return [
         "A short budget: comparable with each other, not with the paper's 25 + 10 epochs on IWSLT'14.",
         "Medians over seeds. Δ: fine-tuned BLEU relative to the softmax row of the same base, fine-tuned as long.",
         "Swapped: nothing but the encoder's self-attention is replaced, no training. Calibrated: the new parameters "
@@ -307,10 +271,9 @@ def render(folder: Path) -> Report:
         "of five tokens read by softmax.",
         "Column error: the largest relative deviation of a column sum from its mass; d.s. error: the mean deviation "
         "from 1.",
-        *(f"{text}." for text in signatures),
-        *dict.fromkeys(_budget(record) for record in records),
-    )
-    return Report(commands, (_scores(cells), _quality(cells)), notes)
+        *alike(records, lambda record: f"BLEU {record.cell.bleu_signature}; chrF {record.cell.chrf_signature}."),
+        *alike(records, _budget),
+    ]
 
 
 def _budget(record: Record) -> str:
@@ -379,3 +342,17 @@ def _quality(cells: Sequence[Cell]) -> Table:
                 )
             )
     return Table("What each model is", columns, tuple(rows))
+
+
+EXPERIMENT = Experiment(
+    name="translation",
+    about="Table 5: swap the encoder's attention of a trained Transformer and DiffTransformer, calibrate, fine-tune.",
+    settings=TableSettings,
+    completed=completed,
+    cell=Cell,
+    plan=plan,
+    tables=_tables,
+    notes=_notes,
+    require=require_sacrebleu,
+    extras=("text",),
+)

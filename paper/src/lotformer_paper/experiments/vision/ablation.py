@@ -7,29 +7,47 @@ figures are drawn.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import nn
 
-from lotformer.cli.tables import mean_and_deviation
+from lotformer.cli.tables import Table, mean_and_deviation
+from lotformer.cli.terminal import Listener
+from lotformer.data.folder import VARIABLE, data_folder
 from lotformer.data.vision.transforms import evaluation_transform
-from lotformer.files import require_writable
 from lotformer.settings import Settings, setting
-from lotformer.training.logs import Progress
 from lotformer.training.run import BEST, train
 from lotformer.vision.build import load_trained
 from lotformer.vision.evaluation import Transformed, evaluate, evaluation_loader
 from lotformer.vision.settings import VisionSettings
 from lotformer.vision.task import ImageSets, Vision, normalisation, open_sets
 
-from ...results.cells import CellFolder, Listener, Origin, Record
+from ...results.cells import Origin, Record
 from ...results.sources import Source, folder_source
+from ..engine import Cells, Experiment, Job, Told, alike, described, names_among
+
+Found = dict[str, list[Record]]
+"""The finished cells of each row."""
+
+IMAGES = "imagenette2-128"
+Images = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"Folder that holds train/ and val/ with one folder per class; by default {IMAGES} in ${VARIABLE}.",
+        show_default=False,
+    ),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Times to train each row, each with another seed.")]
+Rows = Annotated[str | None, typer.Option(help="Rows to run, comma-separated; by default all.")]
 
 
 @dataclass(frozen=True)
@@ -45,9 +63,6 @@ class AblationSettings(Settings):
     batch_size: int = setting(64, "Images per step.", at_least=1)
     lr: float = setting(1e-3, "Peak learning rate; a rise over the first tenth, then a cosine to zero.", at_least=0)
     crop_scale: float = setting(0.35, "Smallest share of the image that a random crop keeps.", at_least=0.01)
-
-
-_TOLD = ("model", "depth", "patch_size", "image_size", "rank", "epochs", "batch_size", "lr", "crop_scale")
 
 
 @dataclass(frozen=True)
@@ -86,67 +101,56 @@ class Cell:
     backward_ms: float
 
 
-def run(
+def ablation(
     name: str,
+    about: str,
     rows: Mapping[str, Row],
-    data: Path,
-    out: Path,
-    settings: AblationSettings,
-    seeds: int,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> list[Cell]:
-    """Fill every cell that is not in `out` yet, all rows with one seed before the next; returns all of them.
+    tables: Callable[[Found], Sequence[Table]],
+    notes: Sequence[str],
+    *,
+    order: Iterable[str] = (),
+    seeds: int = 1,
+) -> Experiment:
+    """The experiment that trains these rows; `notes` stand below the budget, `order` is that of the table."""
+    order = list(order) or list(rows)
+    trained, usual = rows, seeds
 
-    Raises:
-        ValueError: `out` holds cells made from something else.
-    """
-    budget = {field: getattr(settings, field) for field in _TOLD}
-    images = images_source(data)
-    folder = CellFolder(out, Cell, name, command)
-    chosen = [(f"{slug}-seed{seed}", slug, seed) for seed in range(seeds) for slug in rows]
-    origins = {
-        cell: Origin({**budget, "row": _plain(rows[slug]), "seed": seed}, {"images": images})
-        for cell, slug, seed in chosen
-    }
-    missing = [entry for entry in chosen if folder.find(entry[0], origins[entry[0]]) is None]
-    if missing:
-        require_writable(out)
-        sets = open_sets(_vision(settings, Row(), 0, data), listen)
-    for cell, slug, seed in missing:
-        folder.begin(cell, origins[cell])
-        made = _trained(settings, slug, rows[slug], seed, data, sets, out / "runs" / cell, listen)
-        folder.finish(cell, made, origins[cell], {"steps": made.steps, "epochs": made.epochs}, seed)
-    found = (folder.find(cell, origins[cell]) for cell, _, _ in chosen)
-    return [cell for cell in found if cell is not None]
+    def plan(
+        settings: AblationSettings, listen: Listener, data: Images = None, seeds: Seeds = usual, rows: Rows = None
+    ) -> Iterator[Job]:
+        """A job for every cell, all rows with one seed before the next."""
+        folder = images_folder(data)
+        source, sets = images_source(folder), cache(lambda: open_sets(_vision(settings, Row(), 0, folder), listen))
+        for seed, slug in itertools.product(range(seeds), names_among(rows, trained)):
+            row = trained[slug]
+            origin = Origin({**described(settings), "row": dataclasses.asdict(row), "seed": seed}, {"images": source})
+            make = partial(_train, settings, slug, row, seed, folder, sets, listen)
+            yield Job({f"{slug}-seed{seed}": origin}, make, seed)
+
+    return Experiment(
+        name=name,
+        about=about,
+        settings=AblationSettings,
+        cell=Cell,
+        plan=plan,
+        arranged=lambda records: [record for slug in order for record in records if record.cell.row == slug],
+        tables=lambda records: tables(by_row(records)),
+        notes=lambda records: [*_budgets(records), *notes],
+        extras=("train",),
+    )
 
 
-def records(name: str, rows: Sequence[str], folder: Path) -> dict[str, list[Record]]:
-    """The finished cells of each row, by row; rows without any are left out.
-
-    Raises:
-        ValueError: there is none at all.
-    """
-    cells = CellFolder(folder, Cell, name)
-    found: dict[str, list[Record]] = {}
-    for slug in rows:
-        paths = sorted(folder.glob(f"{slug}-seed*.json"))
-        made = [record for path in paths if (record := cells.record(path.stem)) is not None]
-        if made:
-            found[slug] = made
-    if not found:
-        raise ValueError(f"{folder} holds no finished cell of {name}.")
-    return found
+def by_row(records: Iterable[Record]) -> Found:
+    return alike(records, lambda record: str(record.cell.row))
 
 
 def top1(found: Sequence[Record]) -> str:
     return mean_and_deviation([record.cell.top1 for record in found], 100)
 
 
-def budget_notes(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
+def _budgets(records: Iterable[Record]) -> list[str]:
     """What was spent and on what, and where: one line per different answer."""
-    made = [record for row in found.values() for record in row]
-    told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in made]
+    told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in records]
     budgets = [
         f"Short budget: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} "
         f"steps of {s['batch_size']} images); {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} "
@@ -154,12 +158,12 @@ def budget_notes(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
         f"flips and random crops that keep at least {100 * s['crop_scale']:g} % of an image."
         for s, images, steps in told
     ]
-    places = [f"{record.provenance.where()}." for record in made]
-    return tuple(dict.fromkeys([*budgets, *places]))
+    places = [f"{record.provenance.where()}." for record in records]
+    return list(dict.fromkeys([*budgets, *places]))
 
 
-def commands(found: Mapping[str, Sequence[Record]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(record.provenance.command for made in found.values() for record in made))
+def images_folder(given: Path | None) -> Path:
+    return given or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
 
 
 def images_source(data: Path) -> Source:
@@ -215,25 +219,28 @@ def _vision(settings: AblationSettings, row: Row, seed: int, data: Path) -> Visi
     )
 
 
-def _trained(
+def _train(
     settings: AblationSettings,
     slug: str,
     row: Row,
     seed: int,
     data: Path,
-    sets: ImageSets,
-    folder: Path,
+    sets: Callable[[], ImageSets],
     listen: Listener,
-) -> Cell:
-    vision = _vision(settings, row, seed, data)
+    cells: Cells,
+) -> None:
+    name = f"{slug}-seed{seed}"
+    cells.begin(name)
+    folder = cells.place("runs") / name
+    vision, images = _vision(settings, row, seed, data), sets()
     resumed = (folder / "last.pt").exists()
-    report = train(Vision(vision, sets), folder, resume=True, listeners=[_Told(f"{slug}, seed {seed}", listen)])
+    report = train(Vision(vision, images), folder, resume=True, listeners=[Told(f"{slug}, seed {seed}", listen)])
     trained = load_trained(folder / BEST)
-    assert sets.val is not None
+    assert images.val is not None
     transform = evaluation_transform(vision.size, vision.crop, **normalisation(vision))
-    judged = evaluate(trained.model, evaluation_loader(Transformed(sets.val, transform)))
+    judged = evaluate(trained.model, evaluation_loader(Transformed(images.val, transform)))
     forward, backward = step_milliseconds(trained.model, vision.size, vision.batch_size)
-    return Cell(
+    cell = Cell(
         row=slug,
         seed=seed,
         top1=judged.top1,
@@ -249,26 +256,4 @@ def _trained(
         forward_ms=forward,
         backward_ms=backward,
     )
-
-
-class _Told:
-    """Passes the steps of a run on to a progress bar."""
-
-    def __init__(self, what: str, listen: Listener) -> None:
-        self.what, self.listen = what, listen
-
-    def started(self, step: int, steps: int) -> None:
-        self.listen(self.what, step, steps)
-
-    def stepped(self, progress: Progress) -> None:
-        self.listen(self.what, progress.step, progress.steps)
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    return dataclasses.asdict(row)
+    cells.finish(name, cell, {"steps": cell.steps, "epochs": cell.epochs})

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lotformer.cli.tables import Table, mean_and_deviation
 
-from ...results.report import Report
-from .ablation import Row, budget_notes, commands, records, top1
-
-NAME = "vision-ladder"
+from .ablation import Found, Row, ablation, top1
 
 _PLAIN: dict[str, Any] = {"polarize_prefix": False, "local_conv": None}
 _FULL: dict[str, Any] = {"polarize_prefix": True, "local_conv": "2d"}
@@ -59,9 +55,7 @@ PAPER = {
 """Top-1 of DeiT-Tiny on ImageNet-1K after 400 epochs."""
 
 
-def render(folder: Path) -> Report:
-    """The table of the cells that are finished, and what was spent on them."""
-    found = records(NAME, list(TITLES), folder)
+def _tables(found: Found) -> list[Table]:
     columns = (
         "attention", "top-1 %", "top-5 %", "seeds", "column\nresidual", "minutes", "images/s", "paper's\ntop-1 %",
     )  # fmt: skip
@@ -82,13 +76,24 @@ def render(folder: Path) -> Report:
                 f"{PAPER[slug]:.1f}" if slug in PAPER else "–",
             )
         )
-    notes = (
-        *budget_notes(found),
-        "Accuracy on the validation images after the last step; mean ± standard deviation where there are several "
-        "seeds. A row that begins with … adds to the one above it.",
-        "Column residual: how far the worst column of any LOT layer is from the sum imposed on it, relative, on one "
-        "batch. Where nothing is balanced no sum is imposed, and it says how uneven the columns are.",
-        "The paper's top-1 is of DeiT-Tiny on ImageNet-1K after 400 epochs: compare the order of the rows, not the "
-        "numbers. Minutes, of training and evaluation, and images per second are of a shared machine and say little.",
-    )
-    return Report(commands(found), (Table("Accuracy of a small ViT by its attention", columns, tuple(rows)),), notes)
+    return [Table("Accuracy of a small ViT by its attention", columns, tuple(rows))]
+
+
+_NOTES = (
+    "Accuracy on the validation images after the last step; mean ± standard deviation where there are several "
+    "seeds. A row that begins with … adds to the one above it.",
+    "Column residual: how far the worst column of any LOT layer is from the sum imposed on it, relative, on one "
+    "batch. Where nothing is balanced no sum is imposed, and it says how uneven the columns are.",
+    "The paper's top-1 is of DeiT-Tiny on ImageNet-1K after 400 epochs: compare the order of the rows, not the "
+    "numbers. Minutes, of training and evaluation, and images per second are of a shared machine and say little.",
+)
+
+EXPERIMENT = ablation(
+    "vision-ladder",
+    "Table 3: what each part of LOT adds in a small ViT, beside PolaFormer, FLatten and softmax.",
+    ROWS,
+    _tables,
+    _NOTES,
+    order=TITLES,
+    seeds=2,
+)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lotformer.cli.tables import Table
 
-from ...results.report import Report
-from .ablation import Row, budget_notes, commands, records, top1
-
-NAME = "rank-ablation"
+from .ablation import Found, Row, ablation, top1
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS: dict[str, Row] = {f"r{rank}": Row("lot", {"rank": rank}) for rank in RANKS}
@@ -18,9 +13,8 @@ PAPER = {4: (64.5, 64.8, 160.5), 8: (66.4, 74.3, 165.3), 16: (68.8, 90.2, 183.4)
 """Top-1 of DeiT-Tiny on ImageNet-1K, forward and backward milliseconds of a step on 4 GPUs."""
 
 
-def render(folder: Path) -> Report:
-    """The table of the ranks that are finished; the paper's numbers in brackets."""
-    found = records(NAME, list(ROWS), folder)
+def _tables(found: Found) -> list[Table]:
+    """The ranks that are finished; the paper's numbers in brackets."""
     rows = []
     for rank in RANKS:
         made = found.get(f"r{rank}")
@@ -37,9 +31,14 @@ def render(folder: Path) -> Report:
             )
         )
     columns = ("pivots", "top-1 %", "forward ms", "backward ms")
-    notes = (
-        *budget_notes(found),
-        "In brackets: the paper, DeiT-Tiny on ImageNet-1K and 4 GPUs. Times are of one training step of the whole "
-        "model, best of several, and of little worth where the machine was shared.",
-    )
-    return Report(commands(found), (Table("Pivots, accuracy and time of a step", columns, tuple(rows)),), notes)
+    return [Table("Pivots, accuracy and time of a step", columns, tuple(rows))]
+
+
+_NOTES = (
+    "In brackets: the paper, DeiT-Tiny on ImageNet-1K and 4 GPUs. Times are of one training step of the whole "
+    "model, best of several, and of little worth where the machine was shared.",
+)
+
+EXPERIMENT = ablation(
+    "rank-ablation", "Table 7: accuracy, and time of a step, by the number of pivots.", ROWS, _tables, _NOTES
+)

@@ -6,17 +6,20 @@ Measured on the weights that `vision-ladder` leaves behind; nothing is trained.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from lotformer.attention.base import Attention
 from lotformer.attention.diagnose import attention_matrix, is_matrix
 from lotformer.cli.tables import Table, mean_and_deviation
+from lotformer.cli.terminal import Listener
 from lotformer.data.vision.sources import open_images
 from lotformer.data.vision.transforms import evaluation_transform
 from lotformer.settings import Settings, setting
@@ -24,13 +27,11 @@ from lotformer.vision.build import Trained, load_trained
 from lotformer.vision.evaluation import Transformed, evaluate, evaluation_loader
 from lotformer.vision.task import normalisation
 
-from ...results.cells import Listener
-from ...results.plain import read
-from ...results.provenance import Provenance, provenance
-from ...results.report import Report
+from ...results.cells import Origin, Record
+from ...results.sources import files_source
+from ..engine import Cells, Experiment, Job, alike, described
+from .ablation import Images, by_row, images_folder, images_source
 from .ladder import TITLES
-
-NAME = "robustness"
 
 
 @dataclass(frozen=True)
@@ -68,39 +69,35 @@ class Measured:
     evenness: Evenness | None
 
 
-@dataclass(frozen=True)
-class RobustnessResult:
-    experiment: str
-    provenance: Provenance
-    settings: RobustnessSettings
-    models: tuple[Measured, ...]
+Ladder = Annotated[Path, typer.Option(help="Folder of `lotformer experiment vision-ladder`.")]
 
 
-def run(
-    ladder: Path,
-    data: Path,
-    settings: RobustnessSettings,
-    listen: Listener = lambda what, now, total: None,
-    command: str = "",
-) -> RobustnessResult:
-    """Measure every model that the ladder has trained.
+def plan(
+    settings: RobustnessSettings, listen: Listener, ladder: Ladder = Path("out/vision-ladder"), data: Images = None
+) -> list[Job]:
+    """A job for every model that the ladder has trained.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = {
-        (row, int(path.parent.name.rpartition("-seed")[2])): path
-        for row in TITLES
-        for path in sorted(ladder.glob(f"runs/{row}-seed*/best.pt"))
-    }
+    found = {path.parent.name: path for row in TITLES for path in sorted(ladder.glob(f"runs/{row}-seed*/best.pt"))}
     if not found:
         raise FileNotFoundError(f"{ladder} holds no runs/<row>-seed<n>/best.pt: run `experiment vision-ladder` first.")
-    models = []
-    for done, ((row, seed), path) in enumerate(found.items()):
-        listen(f"{row}, seed {seed}", done, len(found))
-        models.append(_measured(row, seed, load_trained(path), data, settings))
-    source = provenance(command, threads=torch.get_num_threads(), seed=0)
-    return RobustnessResult(NAME, source, settings, tuple(models))
+    folder = images_folder(data)
+    images = images_source(folder)
+
+    def measure(name: str, done: int, cells: Cells) -> None:
+        listen(name, done, len(found))
+        row, _, seed = name.rpartition("-seed")
+        cells.finish(name, _measured(row, int(seed), load_trained(found[name]), folder, settings))
+
+    return [
+        Job(
+            {name: Origin(described(settings), {"weights": files_source(name, [path]), "images": images})},
+            partial(measure, name, done),
+        )
+        for done, (name, path) in enumerate(found.items())
+    ]
 
 
 def _measured(row: str, seed: int, trained: Trained, data: Path, settings: RobustnessSettings) -> Measured:
@@ -165,34 +162,46 @@ def _without_convolution(mechanism: Attention) -> Attention:
     return made
 
 
-def render(folder: Path) -> Report:
-    result = read(RobustnessResult, folder / "result.json")
-    by_row: Mapping[str, list[Measured]] = {
-        row: made for row in TITLES if (made := [model for model in result.models if model.row == row])
-    }
-    shares = list(result.models[0].top1)
+def _tables(records: list[Record]) -> list[Table]:
+    shares = list(records[0].cell.top1)
     heads = tuple("none" if share == "0" else f"{100 * float(share):g} %" for share in shares)
     columns = ("attention", *heads, "seeds", "column\ndeviation", "heaviest\ncolumn", "entropy")
     rows = []
-    for row, made in by_row.items():
-        even = [model.evenness for model in made if model.evenness is not None]
+    for row, made in by_row(records).items():
+        models: list[Measured] = [record.cell for record in made]
+        even = [model.evenness for model in models if model.evenness is not None]
         figures = [[getattr(e, name) for e in even] for name in ("deviation", "heaviest", "entropy")]
         rows.append(
             (
                 TITLES[row],
-                *(mean_and_deviation([model.top1[share] for model in made], 100) for share in shares),
-                str(len(made)),
+                *(mean_and_deviation([model.top1[share] for model in models], 100) for share in shares),
+                str(len(models)),
                 *(f"{sum(values) / len(values):.2f}" if values else "–" for values in figures),
             )
         )
-    first = result.models[0]
-    notes = (
+    return [Table("Accuracy without patches", columns, tuple(rows))]
+
+
+def _notes(records: list[Record]) -> list[str]:
+    first, sample = records[0].cell, records[0].origin.settings["sample"]
+    return [
         f"Top-1 on {first.images} images by the share of patches that are blanked, the same for every row; models and "
         "names of rows are those of `lotformer experiment vision-ladder`.",
         f"Column deviation and heaviest column are of the column sums among {first.tokens} patches, relative to their "
-        f"mean; entropy is that of a row, at most {torch.tensor(float(first.tokens)).log().item():.2f} nats; mean over "
-        f"blocks, heads and {result.settings.sample} images, without the convolution. A dash: the attention is not one "
-        "matrix per head.",
-        f"{result.provenance.where()}.",
-    )
-    return Report((result.provenance.command,), (Table("Accuracy without patches", columns, tuple(rows)),), notes)
+        f"mean; entropy is that of a row, at most {math.log(first.tokens):.2f} nats; mean over blocks, heads and "
+        f"{sample} images, without the convolution. A dash: the attention is not one matrix per head.",
+        *alike(records, lambda record: f"{record.provenance.where()}."),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="robustness",
+    about="Accuracy when patches are missing, and how evenly each mechanism reads them, of the ladder's models.",
+    settings=RobustnessSettings,
+    cell=Measured,
+    plan=plan,
+    arranged=lambda records: [record for row in TITLES for record in records if record.cell.row == row],
+    tables=_tables,
+    notes=_notes,
+    extras=("train",),
+)
