@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lotformer.cli.main import app
-from lotformer_paper.cli.render import _experiment
-from lotformer_paper.experiments import balance, glue, stsb
+from lotformer_paper.experiments import balance, engine, glue, stsb
 from lotformer_paper.results.cells import CellFolder, Origin
 from support.word_encoder import save_word_encoder
 
@@ -50,19 +49,25 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
+def run(checkpoint, data, out, settings, listen):
+    return engine.run(balance.EXPERIMENT, settings, out, listen, checkpoint=checkpoint, data_dir=data)
+
+
 def test_every_seed_has_the_cells_of_both_experiments(checkpoint, data, tmp_path):
     out = tmp_path / "out"
     told: list[str] = []
-    balance.run(checkpoint, data, out, BRIEF, lambda what, *_: told.append(what))
+    run(checkpoint, data, out, BRIEF, lambda what, *_: told.append(what))
     for seed in BRIEF.seeds:
-        pairs = stsb.run(checkpoint, data, out / f"seed{seed}/stsb", balance.VARIANTS, BRIEF.stsb(seed))
-        assert {cell.stage for cell in pairs} == {"converted", "calibrated"}
+        pairs = engine.records(stsb.EXPERIMENT, out / f"seed{seed}/stsb")
+        assert {(one.cell.variant, one.cell.stage) for one in pairs} == {
+            (variant, stage) for variant in balance.VARIANTS for stage in ("converted", "calibrated")
+        }
         for task in BRIEF.glue_tasks:
             made = sorted(path.stem for path in (out / f"seed{seed}/glue/{task}").glob("*.json"))
             assert made == ["lot-near", "lot-near-keys", "lot-near-none", "softmax"]
         assert f"seed {seed}: lot-near-none: calibrating" in told
     told.clear()
-    balance.run(checkpoint, data, out, BRIEF, lambda what, *_: told.append(what))
+    run(checkpoint, data, out, BRIEF, lambda what, *_: told.append(what))
     assert not told, "finished cells are read, not run"
 
 
@@ -96,7 +101,7 @@ def test_cells_of_the_two_commands_are_found_and_not_run_again(checkpoint, data,
     table = (out / "table.md").read_text()
     assert "| lot-near-keys | 77.12 (1) |" in table
     (out / "table.md").unlink()
-    assert _experiment(out) == balance.NAME
+    assert engine.name_of(out) == "balance"
     assert runner.invoke(app, ["render", str(out)]).exit_code == 0
     assert (out / "table.md").read_text() == table
 
@@ -107,11 +112,11 @@ def store(out: Path, seed: int, row: str, stage: str = "calibrated", **tasks: fl
     if (kept := tasks.pop("stsb", None)) is not None:
         score = stsb.Score(1500, 0.8, 0.008 * kept, kept, kept / 100)
         cell = stsb.Cell(row, stage, {"all": score}, 1e-7, 10.0 ** (seed - 9), 0.9, 30.0, 1.0)
-        folder = CellFolder(out / f"seed{seed}/stsb/{row}", stsb.Cell, stsb.NAME, f"lotformer stsb {seed}")
+        folder = CellFolder(out / f"seed{seed}/stsb/{row}", stsb.Cell, stsb.EXPERIMENT.name, f"lotformer stsb {seed}")
         folder.finish(stage, cell, Origin(settings, {}), {"steps": 250, "texts": 9}, seed)
     for task, recovered in tasks.items():
         made = glue.Cell(task, row, 50.0, recovered, None, 1e-6, 0.5, 1.0)
-        folder = CellFolder(out / f"seed{seed}/glue/{task}", glue.Cell, glue.NAME, f"lotformer glue {seed}")
+        folder = CellFolder(out / f"seed{seed}/glue/{task}", glue.Cell, glue.EXPERIMENT.name, f"lotformer glue {seed}")
         folder.finish(row, made, Origin(dataclasses.asdict(BRIEF.glue(seed)), {}), {"steps": 0}, seed)
 
 
@@ -121,7 +126,7 @@ class TestTable:
         store(tmp_path, 1, "lot", stsb=98.0, cola=82.0)
         store(tmp_path, 10, "lot", stsb=100.0, cola=None)
         store(tmp_path, 0, "lot-aware-keys", stsb=99.5)
-        said = balance.render(tmp_path).markdown()
+        said = engine.report(balance.EXPERIMENT, tmp_path).markdown()
         assert "| lot | 99.00 ± 1.00 (3) | 0.9900 ± 0.0100 (3) | 81.0 ± 1.4 (2) | 90.0 (1) | 1e+01 |" in said
         assert "| lot-aware-keys | 99.50 (1) | 0.9950 (1) | – | – | 1e-09 |" in said
         assert "lot-keys |" not in said, "a row without a cell"
@@ -130,7 +135,7 @@ class TestTable:
         for seed in (0, 1):
             store(tmp_path, seed, "lot", stsb=99.0, cola=80.0, mrpc=90.0)
         store(tmp_path, 1, "softmax", cola=100.0)
-        pairs, converted, softmax = balance.render(tmp_path).notes[-3:]
+        pairs, converted, softmax = engine.report(balance.EXPERIMENT, tmp_path).notes[-3:]
         assert pairs.startswith("STS-B: rank 32; 250 steps on 9 texts")
         assert converted.startswith("CoLA, MRPC: converted: 2 steps of calibration")
         assert softmax.startswith("CoLA: softmax: 1 epochs")
@@ -142,23 +147,23 @@ class TestTable:
     def test_shows_one_stage_of_all(self, tmp_path):
         """Calibrated and fine-tuned models do not mix in a mean."""
         store(tmp_path, 0, "lot", stsb=99.0)
-        assert "STS-B, calibrated:" in balance.render(tmp_path).markdown()
+        assert "STS-B, calibrated:" in engine.report(balance.EXPERIMENT, tmp_path).markdown()
         store(tmp_path, 1, "lot", stage="fine-tuned", stsb=98.0)
-        said = balance.render(tmp_path).markdown()
+        said = engine.report(balance.EXPERIMENT, tmp_path).markdown()
         assert "| lot | 98.00 (1) |" in said
         assert "STS-B, fine-tuned:" in said
 
     def test_needs_a_finished_cell(self, tmp_path):
         store(tmp_path, 0, "softmax", cola=100.0)
         with pytest.raises(ValueError, match="holds no finished cell"):
-            balance.render(tmp_path)
+            engine.report(balance.EXPERIMENT, tmp_path)
 
 
 def test_the_last_seed_is_looked_at_before_the_first_begins(checkpoint, data, tmp_path):
     store(tmp_path / "out", 3, "lot", mrpc=90.0)
     told: list[str] = []
     with pytest.raises(ValueError, match=r"seed3/glue/mrpc holds cells made from something else"):
-        balance.run(checkpoint, data, tmp_path / "out", BRIEF, lambda what, *_: told.append(what))
+        run(checkpoint, data, tmp_path / "out", BRIEF, lambda what, *_: told.append(what))
     assert not told
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 import sys
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 from lotformer.cli.main import app
 from lotformer.data import glue
+from lotformer_paper.experiments import engine
 from lotformer_paper.experiments import glue as experiment
 from lotformer_paper.results.cells import CellFolder, Origin
 from lotformer_paper.results.sources import checkpoint_source, files_source
@@ -89,6 +89,13 @@ def test_every_metric_is_the_tasks_own(task, logits, labels, expected):
     assert experiment.evaluate(_Fixed(logits), [batch], glue.TASKS[task]) == pytest.approx(expected, abs=0.01)
 
 
+def run(checkpoint, data, out, tasks, methods, settings, listen=engine.silent):
+    return engine.run(
+        experiment.EXPERIMENT, settings, out, listen, checkpoint=checkpoint, data_dir=data, tasks=", ".join(tasks),
+        methods=", ".join(methods),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     return save_word_encoder(tmp_path / "checkpoint", WORDS)
@@ -101,7 +108,7 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     )
     methods = ["t2r", "t2r-hh", "hedgehog", "lot", "lot-uniform", "lot-aware"]
     out = tmp_path / "out"
-    cells = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    cells = run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
     assert [cell.method for cell in cells] == ["softmax", *methods]
     by_name = {cell.method: cell for cell in cells}
     assert by_name["softmax"].score > 80
@@ -109,7 +116,7 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     assert by_name["lot"].residual_max < 1e-4
     assert by_name["lot-uniform"].doubly_stochastic_mean is not None
     assert by_name["lot-uniform"].doubly_stochastic_mean < 1e-4
-    rendered = experiment.table(cells).markdown()
+    rendered = engine.render(out).markdown()
     assert all(f"| {method}, % recovered |" in rendered for method in methods)
 
     stored = json.loads((out / "sst2" / "lot.json").read_text())
@@ -120,7 +127,7 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     assert not list(out.rglob("*.begun"))
     stored["cell"]["recovered"] = 12.5
     (out / "sst2" / "lot.json").write_text(json.dumps(stored))
-    again = experiment.run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
+    again = run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
     assert {cell.method: cell.recovered for cell in again}["lot"] == 12.5
 
 
@@ -140,7 +147,9 @@ def store(checkpoint, tmp_path):
         task = glue.TASKS[made.task]
         texts = files_source(f"glue/{task.folder}", glue.files(task, tmp_path))
         origin = Origin(dataclasses.asdict(settings), {"checkpoint": checkpoint_source(checkpoint), "data": texts})
-        folder = CellFolder(tmp_path / "out" / made.task, experiment.Cell, experiment.NAME, "lotformer experiment glue")
+        folder = CellFolder(
+            tmp_path / "out" / made.task, experiment.Cell, experiment.EXPERIMENT.name, "lotformer experiment glue"
+        )
         folder.finish(made.method, made, origin, {"steps": 77}, settings.seed)
 
     return put
@@ -154,7 +163,7 @@ class TestFoldersOfCells:
         store(cell("rte", "softmax", score=60.0), experiment.GlueSettings(batch_size=8))
         store(cell("rte", "lot", recovered=99.3), experiment.GlueSettings(batch_size=8))
         store(cell("rte", "hedgehog", recovered=97.1), experiment.GlueSettings(batch_size=8))
-        said = experiment.render(tmp_path / "out").markdown()
+        said = engine.render(tmp_path / "out").markdown()
         assert said.startswith("`lotformer experiment glue`")
         assert "| softmax, score | 90.0 | 60.0 | 75.0 |" in said
         assert "| lot, % recovered | 98.7 | 99.3 | 99.0 |" in said
@@ -172,21 +181,18 @@ class TestFoldersOfCells:
         store(cell("sst2", method), experiment.GlueSettings(epochs=2.0))
         settings = experiment.GlueSettings(epochs=1.0)
         with pytest.raises(ValueError, match=r"something else .*epochs 2.0 instead of 1.0.*another --out"):
-            experiment.run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], settings)
+            run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], settings)
 
     def test_nor_are_cells_of_another_checkpoint_of_the_same_name(self, store, checkpoint, tmp_path):
         store(cell("sst2", "softmax"), experiment.GlueSettings())
         other = tmp_path / "elsewhere" / checkpoint.name
         shutil.copytree(checkpoint, other)
-        run = functools.partial(
-            experiment.run, data=tmp_path, out=tmp_path / "out", tasks=["sst2"], methods=[],
-            settings=experiment.GlueSettings(),
-        )  # fmt: skip
-        assert len(run(other)) == 1, "the same files at another place are the same"
+        arguments = (tmp_path, tmp_path / "out", ["sst2"], [], experiment.GlueSettings())
+        assert len(run(other, *arguments)) == 1, "the same files at another place are the same"
         weights = other / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
         with pytest.raises(ValueError, match="checkpoint with other contents"):
-            run(other)
+            run(other, *arguments)
 
     def test_nor_are_cells_of_other_data(self, store, checkpoint, tmp_path):
         store(cell("sst2", "softmax"), experiment.GlueSettings())
@@ -194,7 +200,7 @@ class TestFoldersOfCells:
         write(tmp_path / "other" / "glue" / "SST-2", "dev", ["sentence\tlabel", "the house\t1"])
         arguments = (tmp_path / "out", ["sst2"], ["lot"], experiment.GlueSettings())
         with pytest.raises(ValueError, match="data with other contents: glue/SST-2"):
-            experiment.run(checkpoint, tmp_path / "other", *arguments)
+            run(checkpoint, tmp_path / "other", *arguments)
 
     def test_of_a_model_that_scores_nothing_nothing_is_recovered(self, store, checkpoint, tmp_path):
         """A softmax model that names one class only has a Matthews' correlation of zero."""
@@ -202,16 +208,16 @@ class TestFoldersOfCells:
         rows = [f"x\t{label}\t\tthe house is red" for label in (0, 1)]
         for split in ("train", "dev"):
             write(tmp_path / "glue" / "CoLA", split, rows)
-        made = experiment.run(checkpoint, tmp_path, tmp_path / "out", ["cola"], ["lot"], brief)
+        made = run(checkpoint, tmp_path, tmp_path / "out", ["cola"], ["lot"], brief)
         assert [(cell.score, cell.recovered) for cell in made] == [(0.0, 100.0), (0.0, None)]
-        assert "| lot, % recovered | – | – |" in experiment.render(tmp_path / "out").markdown()
+        assert "| lot, % recovered | – | – |" in engine.render(tmp_path / "out").markdown()
 
     def test_an_interrupted_cell_resumes_to_the_same_score(self, checkpoint, tmp_path):
         sst(tmp_path)
         settings = experiment.GlueSettings(
             epochs=2, swap_epochs=5, batch_size=6, calibration_steps=4, imitation_steps=6, swap_lr=1e-3
         )
-        whole = experiment.run(checkpoint, tmp_path, tmp_path / "whole", ["sst2"], ["lot"], settings)
+        whole = run(checkpoint, tmp_path, tmp_path / "whole", ["sst2"], ["lot"], settings)
         arguments = (checkpoint, tmp_path, tmp_path / "parts", ["sst2"], ["lot"], settings)
         for place, step in (("imitates", 4), ("fine-tuning lot", 3)):
 
@@ -220,8 +226,8 @@ class TestFoldersOfCells:
                     raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):
-                experiment.run(*arguments, interrupt)
-        parts = experiment.run(*arguments)
+                run(*arguments, interrupt)
+        parts = run(*arguments)
         assert [cell.score for cell in parts] == [cell.score for cell in whole]
         assert not list((tmp_path / "parts" / "sst2").glob("*.checkpoint"))
 
@@ -233,9 +239,9 @@ class TestFoldersOfCells:
 
         arguments = (checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"])
         with pytest.raises(KeyboardInterrupt):
-            experiment.run(*arguments, experiment.GlueSettings(batch_size=6), interrupt)
+            run(*arguments, experiment.GlueSettings(batch_size=6), interrupt)
         with pytest.raises(ValueError, match="batch_size 6 instead of 4"):
-            experiment.run(*arguments, experiment.GlueSettings(batch_size=4))
+            run(*arguments, experiment.GlueSettings(batch_size=4))
 
     def test_the_command_says_so_and_stops(self, store, checkpoint, tmp_path):
         store(cell("sst2", "softmax"), experiment.GlueSettings(seed=1))
@@ -250,7 +256,7 @@ class TestWhatIsMissing:
         sst(tmp_path)
         monkeypatch.setitem(sys.modules, "torchmetrics", None)
         with pytest.raises(ImportError, match=r"GLUE needs torchmetrics: pip install 'lotformer\[text\]'"):
-            experiment.run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], experiment.GlueSettings())
+            run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"], experiment.GlueSettings())
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
@@ -278,6 +284,6 @@ class TestWhatIsMissing:
 
 def test_unknown_tasks_and_methods_are_named(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="'sst3' is not one of cola"):
-        experiment.run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.GlueSettings())
+        run(checkpoint, tmp_path, tmp_path, ["sst3"], ["lot"], experiment.GlueSettings())
     with pytest.raises(ValueError, match="'lott' is not one of t2r"):
-        experiment.run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.GlueSettings())
+        run(checkpoint, tmp_path, tmp_path, ["sst2"], ["lott"], experiment.GlueSettings())

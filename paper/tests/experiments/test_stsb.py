@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lotformer.cli.main import app
 from lotformer.conversion.hosts.sites import converted
 from lotformer.data import glue
-from lotformer_paper.experiments import stsb
+from lotformer_paper.experiments import engine, stsb
 from support.word_encoder import save_word_encoder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "old", "house", "tree", "river", "is"]
@@ -41,6 +41,18 @@ def checkpoint(tmp_path) -> Path:
     return save_word_encoder(tmp_path / "checkpoint", WORDS, initializer_range=0.3)
 
 
+@pytest.fixture
+def run(checkpoint, data):
+    """The experiment on this checkpoint and these data: `run(out, variants, settings, listen)`."""
+
+    def run(out, variants, settings, listen=engine.silent):
+        return engine.run(
+            stsb.EXPERIMENT, settings, out, listen, checkpoint=checkpoint, data_dir=data, variants=", ".join(variants)
+        )
+
+    return run
+
+
 class TestTextsToLearnFrom:
     def test_are_spread_over_the_training_set_and_never_in_dev(self):
         train = [glue.Example((f"a{i}", f"b{i}"), 0.0) for i in range(10)]
@@ -65,8 +77,8 @@ def test_pairs_are_scored_by_rank_correlation_on_each_part():
     assert scores["all"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_every_stage_of_every_variant_is_scored_on_the_halves_and_on_all(checkpoint, data, tmp_path):
-    cells = stsb.run(checkpoint, data, tmp_path / "out", ["lot", "lot-uniform"], BRIEF)
+def test_every_stage_of_every_variant_is_scored_on_the_halves_and_on_all(run, tmp_path):
+    cells = run(tmp_path / "out", ["lot", "lot-uniform"], BRIEF)
     assert [(c.variant, c.stage) for c in cells] == [(v, s) for v in ("lot", "lot-uniform") for s in stsb.STAGES]
     for cell in cells:
         assert [score.pairs for score in cell.scores.values()] == [7, 7, 14]
@@ -84,36 +96,36 @@ def test_every_stage_of_every_variant_is_scored_on_the_halves_and_on_all(checkpo
 
 
 class TestResuming:
-    def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(self, checkpoint, data, tmp_path):
-        whole = stsb.run(checkpoint, data, tmp_path / "whole", ["lot"], BRIEF)
+    def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(self, run, tmp_path):
+        whole = run(tmp_path / "whole", ["lot"], BRIEF)
 
         def interrupt(what: str, now: int, total: int) -> None:
             if what == "lot: fine-tuning without labels" and now == 3:
                 signal.raise_signal(signal.SIGINT)
 
         with pytest.raises(KeyboardInterrupt):
-            stsb.run(checkpoint, data, tmp_path / "parts", ["lot"], BRIEF, interrupt)
+            run(tmp_path / "parts", ["lot"], BRIEF, interrupt)
         done: list[str] = []
-        parts = stsb.run(checkpoint, data, tmp_path / "parts", ["lot"], BRIEF, lambda what, *_: done.append(what))
+        parts = run(tmp_path / "parts", ["lot"], BRIEF, lambda what, *_: done.append(what))
         assert [cell.scores for cell in parts] == [cell.scores for cell in whole]
         assert "lot: calibrating" not in done
         assert parts[-1].seconds is None, "a time that misses a part is no time"
 
-    def test_finished_cells_are_read_not_run(self, checkpoint, data, tmp_path):
+    def test_finished_cells_are_read_not_run(self, run, tmp_path):
         out = tmp_path / "out"
-        first = stsb.run(checkpoint, data, out, ["lot"], BRIEF)
+        first = run(out, ["lot"], BRIEF)
         done: list[str] = []
-        assert stsb.run(checkpoint, data, out, ["lot"], BRIEF, lambda what, *_: done.append(what)) == first
+        assert run(out, ["lot"], BRIEF, lambda what, *_: done.append(what)) == first
         assert not done
 
-    def test_fine_tuning_can_be_added_later_but_calibration_not_changed(self, checkpoint, data, tmp_path):
+    def test_fine_tuning_can_be_added_later_but_calibration_not_changed(self, run, tmp_path):
         out = tmp_path / "out"
         without = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=6, finetune_steps=0, batch_size=4)
-        assert [cell.stage for cell in stsb.run(checkpoint, data, out, ["lot"], without)] == ["converted", "calibrated"]
-        assert len(stsb.run(checkpoint, data, out, ["lot"], BRIEF)) == 3
+        assert [cell.stage for cell in run(out, ["lot"], without)] == ["converted", "calibrated"]
+        assert len(run(out, ["lot"], BRIEF)) == 3
         other = stsb.StsbSettings(rank=3, calibration_texts=17, calibration_steps=7, batch_size=4)
         with pytest.raises(ValueError, match=r"calibration_steps 6 instead of 7.*Choose another --out"):
-            stsb.run(checkpoint, data, out, ["lot-uniform"], other)
+            run(out, ["lot-uniform"], other)
 
 
 class TestCommand:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lotformer_paper.cli.render import RENDERERS, _experiment
+from lotformer_paper.cli.render import report_of
 
 ROOT = Path(__file__).parents[3]
 NUMBERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir() and any(path.rglob("*.json")))
@@ -15,7 +15,7 @@ NUMBERS = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir() 
 
 @pytest.mark.parametrize("folder", NUMBERS, ids=lambda folder: folder.name)
 def test_the_table_is_the_one_that_the_numbers_give(folder):
-    report = RENDERERS[_experiment(folder)](folder)
+    report = report_of(folder)
     assert (folder / "table.md").read_text(encoding="utf-8") == report.markdown() + "\n"
     assert report.commands
     assert all(command.startswith("lotformer ") for command in report.commands)

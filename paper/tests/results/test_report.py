@@ -69,7 +69,9 @@ def test_rendering_shows_what_is_stored_and_computes_nothing(tmp_path):
 
 def test_a_folder_without_results_is_one_clear_error(tmp_path):
     (tmp_path / "other.json").write_text("[]")
-    assert "it holds no result of" in invoke("render", str(tmp_path), code=1)
+    assert "it holds no result: expected JSON files that name their experiment" in invoke(
+        "render", str(tmp_path), code=1
+    )
 
 
 def test_a_place_that_cannot_be_written_ends_a_benchmark_before_it_begins(tmp_path):

@@ -230,7 +230,7 @@ def names_among(text: str | None, known: Iterable[str]) -> list[str]:
         ValueError: one is not known.
     """
     known = list(known)
-    names = known if text is None else [name.strip() for name in text.split(",")]
+    names = known if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r} is not one of {', '.join(known)}.")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lotformer_paper.data.longrange.listops import ListOps
-from lotformer_paper.data.longrange.prepare import folder_of, prepare
+from lotformer_paper.data.longrange.prepare import prepare
 from lotformer_paper.data.longrange.store import open_set
 from support import forked
 
@@ -49,23 +49,26 @@ def test_two_processes_make_the_same_set_as_one(prepared, tmp_path):
 
 def test_another_seed_is_another_set(prepared, tmp_path):
     other = ListOps(seed=6, shortest=5, longest=60, sizes=SOURCE.sizes)
-    assert folder_of(other, tmp_path) != folder_of(SOURCE, tmp_path)
-    assert prepare(other, tmp_path, workers=1).fingerprint != prepared.fingerprint
+    made = prepare(other, tmp_path, workers=1)
+    assert made.folder.name != prepared.folder.name
+    assert made.fingerprint != prepared.fingerprint
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(prepared, tmp_path):
+    place = tmp_path / prepared.folder.name
+
     def interrupt(done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(SOURCE, tmp_path, workers=1, listener=interrupt)
-    assert not folder_of(SOURCE, tmp_path).exists()
+    assert not place.exists()
     seen: list[tuple[int, int]] = []
     again = prepare(SOURCE, tmp_path, workers=1, listener=lambda *now: seen.append(now))
     assert seen == [(2, 4), (3, 4), (4, 4)]
     assert again.fingerprint == prepared.fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == [folder_of(SOURCE, tmp_path).name]
+    assert [path.name for path in tmp_path.iterdir()] == [place.name]
 
 
 def die_on_the_way(folder: Path) -> None:
@@ -79,7 +82,7 @@ def die_on_the_way(folder: Path) -> None:
 def test_a_killed_run_leaves_no_set_and_is_continued(prepared, tmp_path):
     assert forked.run(die_on_the_way, tmp_path) == -signal.SIGKILL
     with pytest.raises(FileNotFoundError, match="not a prepared set"):
-        open_set(folder_of(SOURCE, tmp_path))
+        open_set(tmp_path / prepared.folder.name)
     assert prepare(SOURCE, tmp_path, workers=1).fingerprint == prepared.fingerprint
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lotformer_paper.data.longrange.prepare import folder_of, prepare
+from lotformer_paper.data.longrange.prepare import prepare
 from lotformer_paper.data.longrange.retrieval import FilmPairs, PaperPairs, same_or_other
 from lotformer_paper.data.longrange.text import ReviewFiles
 
@@ -81,9 +81,9 @@ def test_missing_addresses_are_named(tmp_path):
 @pytest.mark.parametrize("sentiment", ["pos", "neg"])
 def test_other_addresses_make_another_set(tmp_path, sentiment):
     source = films(tmp_path)
-    before, path = folder_of(source, tmp_path), tmp_path / "aclImdb" / "train" / f"urls_{sentiment}.txt"
+    before, path = source.describe(), tmp_path / "aclImdb" / "train" / f"urls_{sentiment}.txt"
     path.write_text(path.read_text().replace("train3\n", "train4\n"))
-    assert folder_of(source, tmp_path) != before
+    assert source.describe() != before
 
 
 def test_an_address_ends_at_its_line_feed(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lotformer_paper.data.longrange import text
-from lotformer_paper.data.longrange.prepare import folder_of, prepare
+from lotformer_paper.data.longrange.prepare import prepare
 
 
 def imdb(folder: Path, reviews: int = 12) -> Path:
@@ -63,18 +63,18 @@ def test_saved_data_sets_give_the_same_arrays(tmp_path):
 
 def test_a_changed_file_is_another_set(tmp_path):
     source = text.ReviewFiles(imdb(tmp_path / "aclImdb"))
-    before = folder_of(source, tmp_path)
+    before = source.describe()
     (tmp_path / "aclImdb" / "test" / "pos" / "0_7.txt").write_text("longer than it was before")
-    assert folder_of(source, tmp_path) != before
+    assert source.describe() != before
 
 
 def test_a_file_of_the_same_size_and_time_with_other_text_is_another_set(tmp_path):
     source = text.ReviewFiles(imdb(tmp_path / "aclImdb"))
-    before, file = folder_of(source, tmp_path), tmp_path / "aclImdb" / "test" / "pos" / "0_7.txt"
+    before, file = source.describe(), tmp_path / "aclImdb" / "test" / "pos" / "0_7.txt"
     times = file.stat()
     file.write_text(file.read_text()[::-1])
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert folder_of(source, tmp_path) != before
+    assert source.describe() != before
 
 
 def test_a_saved_data_set_is_known_by_its_contents(tmp_path):
@@ -85,7 +85,7 @@ def test_a_saved_data_set_is_known_by_its_contents(tmp_path):
         datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / f"{label}" / "imdb"))
         for state in (tmp_path / f"{label}").rglob("state.json"):  # its own fingerprint may be a copy's
             state.write_text(re.sub(r'"_fingerprint": "\w+"', '"_fingerprint": "same"', state.read_text()))
-        found.add(folder_of(text.reviews(tmp_path / f"{label}"), tmp_path))
+        found.add(repr(text.reviews(tmp_path / f"{label}").describe()))
     assert len(found) == 2
 
 

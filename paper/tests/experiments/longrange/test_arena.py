@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from lotformer_paper.data.longrange.listops import ListOps
 from lotformer_paper.data.longrange.pathfinder import Pathfinder
 from lotformer_paper.data.longrange.prepare import prepare
 from lotformer_paper.data.longrange.retrieval import PaperPairs
+from lotformer_paper.experiments import engine
 from lotformer_paper.experiments.longrange import search, table
 from lotformer_paper.experiments.longrange.settings import settings_for
 from lotformer_paper.experiments.longrange.table import ArenaSettings
@@ -151,20 +153,26 @@ def small_sets(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_the_grid_is_filled_once_and_rendered(small_sets):
+@pytest.fixture
+def run(small_sets):
+    """The experiment on the small sets."""
+    return functools.partial(engine.run, table.EXPERIMENT, data_dir=small_sets)
+
+
+def test_the_grid_is_filled_once_and_rendered(small_sets, run):
     settings = ArenaSettings(
         tasks=("listops", "pathfinder"), rows=("lot", "softmax+dwc"), seeds=(0, 1), steps=2, batch_size=4, evaluations=1
     )
     out = small_sets / "out"
-    cells = table.run(settings, small_sets, out, command="lotformer experiment lra")
+    cells = run(settings, out, command="lotformer experiment lra")
     assert [(cell.task, cell.row, cell.seed) for cell in cells[:3]] == [
         ("listops", "lot", 0),
         ("listops", "lot", 1),
         ("listops", "softmax+dwc", 0),
     ]
     assert all((cell.residual is not None) == (cell.row == "lot") for cell in cells)
-    assert table.run(settings, small_sets, out) == cells
-    report = table.render(out)
+    assert run(settings, out) == cells
+    report = engine.render(out)
     accuracies, costs = report.tables
     assert accuracies.columns == ("Attention", "ListOps", "Pathfinder", "Average")
     assert [row[0] for row in accuracies.rows] == ["lot", "softmax+dwc"]
@@ -174,7 +182,7 @@ def test_the_grid_is_filled_once_and_rendered(small_sets):
     assert not list(out.rglob("*.run"))
 
 
-def test_a_search_gives_every_row_its_best_rate_and_leaves_the_test_set_alone(small_sets, monkeypatch):
+def test_a_search_gives_every_row_its_best_rate_and_leaves_the_test_set_alone(small_sets, run, monkeypatch):
     looked_at = []
     count = LongRange.count_right
 
@@ -186,32 +194,30 @@ def test_a_search_gives_every_row_its_best_rate_and_leaves_the_test_set_alone(sm
     budget = {"tasks": ("listops",), "rows": ("lot-masses", "softmax-pooled"), "steps": 2, "batch_size": 4}
     settings = search.SearchSettings(**budget, evaluations=1, rates=(1e-6, 1e-1))
     found = small_sets / "search"
-    trials = search.run(settings, small_sets, found)
+    trials = engine.run(search.EXPERIMENT, settings, found, data_dir=small_sets)
     assert set(looked_at) == {"dev"}
-    assert search.run(settings, small_sets, found) == trials
+    assert engine.run(search.EXPERIMENT, settings, found, data_dir=small_sets) == trials
     best = search.best_rates(found, "listops")
     for row in budget["rows"]:
         accuracies = {rate: t.accuracy for t, rate in zip(trials, (1e-6, 1e-1) * 2, strict=True) if t.row == row}
         assert accuracies[best[row]] == max(accuracies.values())
-    [shown] = search.render(found).tables
+    [shown] = engine.render(found).tables
     assert [row[0] for row in shown.rows] == ["lot-masses", "softmax-pooled"]
-    table.run(ArenaSettings(**budget, evaluations=1, searched=found), small_sets, small_sets / "out")
+    run(ArenaSettings(**budget, evaluations=1, searched=found), small_sets / "out")
     record = json.loads((small_sets / "out" / "listops" / "lot-masses-seed0.json").read_text())
     assert record["origin"]["settings"]["lr"] == best["lot-masses"]
     with pytest.raises(ValueError, match="no trial of softmax on listops"):
-        table.run(
-            ArenaSettings(**{**budget, "rows": ("softmax",)}, evaluations=1, searched=found), small_sets, small_sets
-        )
+        run(ArenaSettings(**{**budget, "rows": ("softmax",)}, evaluations=1, searched=found), small_sets)
 
 
-def test_cells_of_another_budget_are_refused(small_sets):
+def test_cells_of_another_budget_are_refused(small_sets, run):
     settings = ArenaSettings(tasks=("listops",), rows=("lot",), steps=2, batch_size=4, evaluations=1)
-    table.run(settings, small_sets, small_sets / "out")
+    run(settings, small_sets / "out")
     with pytest.raises(ValueError, match="steps 2 instead of 3"):
-        table.run(dataclasses.replace(settings, steps=3), small_sets, small_sets / "out")
+        run(dataclasses.replace(settings, steps=3), small_sets / "out")
 
 
-def test_an_interrupted_cell_goes_on(small_sets):
+def test_an_interrupted_cell_goes_on(small_sets, run):
     settings = ArenaSettings(tasks=("listops",), rows=("lot",), steps=4, batch_size=4, evaluations=4)
     out = small_sets / "out"
 
@@ -220,9 +226,9 @@ def test_an_interrupted_cell_goes_on(small_sets):
             raise Stop
 
     with pytest.raises(Stop):
-        table.run(settings, small_sets, out, interrupt)
+        run(settings, out, interrupt)
     assert not (out / "listops" / "lot-seed0.json").exists()
-    [cell] = table.run(settings, small_sets, out)
+    [cell] = run(settings, out)
     assert cell.steps == 4
     assert [point.step for point in cell.curve] == [1, 2, 3, 4]
     assert json.loads((out / "listops" / "lot-seed0.json").read_text())["experiment"] == "lra"

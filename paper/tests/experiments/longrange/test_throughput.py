@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from lotformer_paper.experiments import engine
 from lotformer_paper.experiments.longrange import throughput
 from lotformer_paper.experiments.longrange.throughput import Cell, ThroughputSettings
 
 
 def test_lengths_are_measured_once_and_rendered(tmp_path):
     settings = ThroughputSettings(lengths=(32, 64), tokens=64, repeats=1, rank=4)
-    cells = throughput.run(settings, tmp_path, command="lotformer experiment lra-throughput")
+    cells = engine.run(throughput.EXPERIMENT, settings, tmp_path, command="lotformer experiment lra-throughput")
     assert [(cell.row, cell.length, cell.batch) for cell in cells] == [
         ("lot", 32, 2), ("softmax", 32, 2), ("lot", 64, 1), ("softmax", 64, 1),
     ]  # fmt: skip
-    assert throughput.run(settings, tmp_path) == cells
+    assert engine.run(throughput.EXPERIMENT, settings, tmp_path) == cells
     for cell in cells:
         assert sum(cell.parts.values()) == pytest.approx(1)
         assert cell.parts["attention"] > 0
         assert cell.parts["matrix products"] > 0
         assert cell.parts["optimizer"] > 0
-    speeds, shares = throughput.render(tmp_path).tables
+    speeds, shares = engine.render(tmp_path).tables
     assert [row[0] for row in speeds.rows] == ["32", "64"]
     assert len(shares.rows) == 4
 

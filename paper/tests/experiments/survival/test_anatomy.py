@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from lotformer_paper.experiments.survival import anatomy, vision
+from lotformer_paper.experiments import engine
+from lotformer_paper.experiments.survival import anatomy
 
 
 def test_near_keys_are_the_prefix_and_a_window():
@@ -27,8 +30,8 @@ def test_a_model_is_looked_at_layer_by_layer(images, checkpoint, tmp_path):
     settings = anatomy.AnatomySettings(
         model="vit_tiny_patch16_224", size=64, classes=3, images=2, ranks=(2, 4, 17), window=3
     )
-    task = vision.VisionTask(checkpoint, images, settings)
-    seen = anatomy.run(task, tmp_path / "out", settings, {})
+    run = functools.partial(engine.run, anatomy.EXPERIMENT, settings, checkpoint=checkpoint, pictures=images)
+    [seen] = run(tmp_path / "out")
     assert len(seen.layers) == 2
     for layer in seen.layers:
         assert layer.error["2"] > layer.error["4"] > layer.error["17"]
@@ -38,6 +41,6 @@ def test_a_model_is_looked_at_layer_by_layer(images, checkpoint, tmp_path):
             assert head.column >= 1
     assert [(growth.rank, growth.near) for growth in seen.growth] == [(2, False), (2, True), (4, False), (4, True)]
     assert all(growth.hidden[0] == 0 for growth in seen.growth)  # nothing is wrong before the first layer
-    assert anatomy.run(task, tmp_path / "out", settings, {}) == seen
-    files = anatomy.render(tmp_path / "out").write(tmp_path / "out")
+    assert run(tmp_path / "out") == [seen]
+    files = engine.render(tmp_path / "out").write(tmp_path / "out")
     assert {file.name for file in files} >= {"table.md"}

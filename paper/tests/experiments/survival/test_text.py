@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lotformer_paper.experiments import engine
 from lotformer_paper.experiments.survival import retrieval, translation
 
 pytestmark = pytest.mark.small_windows
@@ -87,11 +88,12 @@ def test_a_retriever(encoder, data, tmp_path):
     scored = {task.set.queries[f"q{i}"] for i in range(4)} | {task.set.documents[name] for name in task.searched}
     assert len(task.learned_from(8)) == 8
     assert not scored & set(task.learned_from(8))
-    cells = retrieval.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], settings, {})
+    inputs = {"checkpoint": encoder, "data_dir": data, "variants": "lot-32"}
+    cells = engine.run(retrieval.EXPERIMENT, settings, tmp_path / "out", **inputs)
     assert [cell.stage for cell in cells] == STAGES
     assert set(cells[0].scores) == {"nDCG@10", "STS-B", "cosine"}
     assert cells[1].scores["cosine"] > cells[0].scores["cosine"]
-    assert "nDCG@10" in retrieval.render(tmp_path / "out").markdown()
+    assert "nDCG@10" in engine.render(tmp_path / "out").markdown()
 
 
 def test_texts_as_long_as_documents_are_made_where_all_of_them_are_searched(encoder, data):
@@ -121,7 +123,8 @@ def test_a_translator(translator, data, tmp_path):
     )
     task = translation.TranslationTask(translator, data, settings)
     assert not set(task.learned_from(99)) & set(sentences(8))
-    cells = translation.EXPERIMENT.run(task, tmp_path / "out", ["lot-32", "sinkformer"], settings, {})
+    inputs = {"checkpoint": translator, "data_dir": data, "variants": "lot-32, sinkformer"}
+    cells = engine.run(translation.EXPERIMENT, settings, tmp_path / "out", **inputs)
     assert [cell.stage for cell in cells] == ["converted", "calibrated", "fine-tuned", "converted", "fine-tuned"]
     assert cells[1].scores["cosine"] > cells[0].scores["cosine"]
-    assert "sinkformer, fine-tuned" in translation.render(tmp_path / "out").markdown()
+    assert "sinkformer, fine-tuned" in engine.render(tmp_path / "out").markdown()

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from lotformer.cli.main import app
+from lotformer_paper.experiments import engine
 from lotformer_paper.experiments.survival import vision
 
 pytestmark = pytest.mark.small_windows
@@ -17,6 +18,17 @@ BRIEF = vision.VisionSettings(
     model="vit_tiny_patch16_224", size=64, classes=3, prototypes=2, calibration_inputs=4, calibration_steps=3,
     kept=(1,), finetune_steps=2, batch_size=2,
 )  # fmt: skip
+
+
+@pytest.fixture
+def run(images, checkpoint):
+    """The experiment on these weights and images: `run(out, variants, settings)`."""
+
+    def run(out, variants, settings):
+        inputs = {"checkpoint": checkpoint, "images": images, "variants": variants}
+        return engine.run(vision.EXPERIMENT, settings, out, **inputs)
+
+    return run
 
 
 def test_no_image_that_is_scored_is_learned_from(images, tmp_path):
@@ -61,78 +73,76 @@ def test_neighbours_vote():
     assert vision.neighbour_accuracy(embeddings, labels, first, 3) == 1.0
 
 
-def test_every_stage_is_scored_once(images, checkpoint, tmp_path):
-    task = vision.VisionTask(checkpoint, images, BRIEF)
-    cells = vision.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], BRIEF, {})
+def test_every_stage_is_scored_once(run, tmp_path):
+    cells = run(tmp_path / "out", "lot-32", BRIEF)
     assert [cell.stage for cell in cells] == ["converted", "calibrated", "kept-1", "fine-tuned"]
     assert cells[1].residual_max is not None
     assert cells[1].residual_max < 1e-3
     assert len(cells[1].errors) == 2
     assert cells[2].scores["cosine"] > cells[0].scores["cosine"]
-    page = vision.render(tmp_path / "out").markdown()
+    page = engine.render(tmp_path / "out").markdown()
     assert "lot-32, kept-1" in page
     written = (tmp_path / "out" / "lot-32" / "seed0" / "calibrated.json").stat().st_mtime_ns
-    assert vision.EXPERIMENT.run(task, tmp_path / "out", ["lot-32"], BRIEF, {}) == cells
+    assert run(tmp_path / "out", "lot-32", BRIEF) == cells
     assert (tmp_path / "out" / "lot-32" / "seed0" / "calibrated.json").stat().st_mtime_ns == written
 
 
-def test_fine_tuning_may_see_more_than_calibration(images, checkpoint, tmp_path, monkeypatch):
+def test_fine_tuning_may_see_more_than_calibration(run, tmp_path, monkeypatch):
     asked, batches = [], vision.VisionTask.batches
     monkeypatch.setattr(vision.VisionTask, "batches", lambda task, count: asked.append(count) or batches(task, count))
     brief = dataclasses.replace(BRIEF, kept=(), finetune_inputs=6)
-    vision.EXPERIMENT.run(vision.VisionTask(checkpoint, images, brief), tmp_path / "out", ["lot-32"], brief, {})
+    run(tmp_path / "out", "lot-32", brief)
     assert asked == [4, 6]
-    assert "on 6 unlabelled inputs" in vision.render(tmp_path / "out").markdown()
+    assert "on 6 unlabelled inputs" in engine.render(tmp_path / "out").markdown()
 
 
-def test_the_original_is_scored_once_for_all_runs(images, checkpoint, tmp_path, monkeypatch):
-    first = vision.EXPERIMENT.run(vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out", ["lot-32"], BRIEF, {})
+def test_the_original_is_scored_once_for_all_runs(run, tmp_path, monkeypatch):
+    first = run(tmp_path / "out", "lot-32", BRIEF)
     scored = vision.VisionTask.scores
     references = []
     monkeypatch.setattr(
         vision.VisionTask, "scores", lambda task, *args: references.append(task.reference) or scored(task, *args)
     )
-    again, brief = vision.VisionTask(checkpoint, images, BRIEF), dataclasses.replace(BRIEF, kept=(), finetune_steps=0)
-    cells = vision.EXPERIMENT.run(again, tmp_path / "out", ["lot-fixed"], brief, {})
+    brief = dataclasses.replace(BRIEF, kept=(), finetune_steps=0)
+    cells = run(tmp_path / "out", "lot-fixed", brief)
     assert [reference is None for reference in references] == [False, False]  # two stages, no original
     assert cells[0].softmax == first[0].softmax
     (tmp_path / "out" / "softmax.pt").unlink()  # the outputs are not published with the cells
-    fresh = vision.VisionTask(checkpoint, images, BRIEF)
-    vision.EXPERIMENT.run(fresh, tmp_path / "out", ["lot-64"], brief, {})
+    run(tmp_path / "out", "lot-64", brief)
     assert references[2] is None
 
 
-def test_seeds_are_cells_of_their_own_and_one_row(images, checkpoint, tmp_path):
+def test_seeds_are_cells_of_their_own_and_one_row(run, tmp_path):
     """A second seed can be added later, with fewer stages; what is there is not made again."""
-    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
-    first = vision.EXPERIMENT.run(task, out, ["lot-32"], BRIEF, {})
+    out = tmp_path / "out"
+    first = run(out, "lot-32", BRIEF)
     more = dataclasses.replace(BRIEF, seeds=(0, 1), first_stage="calibrated", kept=())
-    cells = vision.EXPERIMENT.run(task, out, ["lot-32"], more, {})
+    cells = run(out, "lot-32", more)
     assert [(cell.seed, cell.stage) for cell in cells] == [
         (seed, stage) for seed in (0, 1) for stage in ("calibrated", "fine-tuned")
     ]
     assert [cell for cell in cells if cell.seed == 0] == [first[1], first[3]]
     assert cells[2].errors != cells[0].errors
-    page = vision.render(out).markdown()
+    page = engine.render(out).markdown()
     assert page.count("lot-32, calibrated |") == 1
     assert " ± " in next(line for line in page.splitlines() if "lot-32, calibrated" in line)
     assert "lot-32 calibrated (seeds 0, 1)" in page
 
 
-def test_seeds_of_different_budgets_are_not_averaged(images, checkpoint, tmp_path):
-    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
+def test_seeds_of_different_budgets_are_not_averaged(run, tmp_path):
+    out = tmp_path / "out"
     first = dataclasses.replace(BRIEF, kept=(), finetune_steps=0, first_stage="calibrated")
-    vision.EXPERIMENT.run(task, out, ["lot-32"], first, {})
-    vision.EXPERIMENT.run(task, out, ["lot-32"], dataclasses.replace(first, seeds=(1,), calibration_steps=2), {})
-    page = vision.render(out).markdown()
+    run(out, "lot-32", first)
+    run(out, "lot-32", dataclasses.replace(first, seeds=(1,), calibration_steps=2))
+    page = engine.render(out).markdown()
     assert page.count("| lot-32, calibrated |") == 2
     assert " ± " not in page
 
 
-def test_something_must_stay_converted(images, checkpoint, tmp_path):
-    task, out = vision.VisionTask(checkpoint, images, BRIEF), tmp_path / "out"
+def test_something_must_stay_converted(run, tmp_path):
+    out = tmp_path / "out"
     with pytest.raises(ValueError, match="the model has 2, got"):
-        vision.EXPERIMENT.run(task, out, ["lot-32"], dataclasses.replace(BRIEF, kept=(2,)), {})
+        run(out, "lot-32", dataclasses.replace(BRIEF, kept=(2,)))
     with pytest.raises(ValueError, match="kept"):
         dataclasses.replace(BRIEF, kept=(-1,))
 

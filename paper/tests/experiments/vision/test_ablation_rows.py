@@ -16,7 +16,9 @@ from lotformer.conversion.measuring.couplings import couplings_watched
 from lotformer.vision.build import build
 from lotformer_paper.experiments.vision import ablation, ladder, rank, sinkhorn
 
-ROWS = {f"{module.NAME}/{name}": row for module in (ladder, rank, sinkhorn) for name, row in module.ROWS.items()}
+ROWS = {
+    f"{module.EXPERIMENT.name}/{name}": row for module in (ladder, rank, sinkhorn) for name, row in module.ROWS.items()
+}
 SMALL = ablation.AblationSettings(depth=1, image_size=16, rank=4)
 
 

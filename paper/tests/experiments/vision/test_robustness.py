@@ -81,7 +81,9 @@ def test_the_models_of_the_ladder_are_measured(tmp_path: Path) -> None:
     assert "run `experiment vision-ladder` first" in " ".join(missing.output.split())
     result = CliRunner().invoke(app, ["experiment", "robustness", *words, "--ladder", str(ladder), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    found = {model["row"]: model for model in json.loads((out / "result.json").read_text())["models"]}
+    stored = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    assert {one["experiment"] for one in stored} == {"robustness"}
+    found = {one["cell"]["row"]: one["cell"] for one in stored}
     assert list(found) == ["lot-cls-pola-dwc", "polaformer"]
     assert all(list(one["top1"]) == ["0", "0.25", "0.5", "0.75"] for one in found.values())
     assert found["polaformer"]["evenness"] is None

@@ -14,10 +14,6 @@ from typing import Any, Protocol
 
 from .store import MANIFEST, PreparedSet, Shard, open_set, publish
 
-Listener = Callable[[int, int], None]
-"""Called with the number of shards that are done, and of all shards."""
-
-
 _SHARDS_PER_PROCESS = 2  # for fewer, starting a process takes longer than the work
 
 
@@ -47,12 +43,17 @@ class Source(Protocol):
 
 
 def prepare(
-    source: Source, root: Path, *, workers: int | None = None, listener: Listener = lambda done, total: None
+    source: Source,
+    root: Path,
+    *,
+    workers: int | None = None,
+    listener: Callable[[int, int], None] = lambda done, total: None,
 ) -> PreparedSet:
     """The prepared set of a source under `root`, made now unless it is there.
 
     An interrupted run goes on with the shards it has not made. `workers` is the number of processes, all cores by
-    default; with 1 the work is done in this one.
+    default; with 1 the work is done in this one. `listener` is called with the number of shards that are done, and of
+    all shards.
     """
     description = source.describe()  # reads the files of the source: once
     target = _folder_of(source.task, description, root)
