@@ -12,14 +12,14 @@ from lotformer.cli.settings import with_settings
 from lotformer.cli.terminal import one_clear_error, progress_bar, say
 from lotformer.data.folder import data_folder
 
+from ..experiments.inputs import ARENA, ArenaData
 from ..experiments.longrange.settings import LongRangeSettings, completed
-from ..experiments.longrange.table import WANTED, DataDir
 
 
 @with_settings(LongRangeSettings, completed)
 def train_lra(
     settings: LongRangeSettings,
-    data_dir: DataDir = None,
+    data_dir: ArenaData = None,
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, weights, logs.")] = Path("out/lra-run"),
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out, if there is one.")] = False,
 ) -> None:
@@ -35,7 +35,7 @@ def train_lra(
         from ..experiments.longrange.task import LongRange, build_model, prepared_sets
 
         build_model(settings)  # what cannot be built is said before sets are prepared
-        folder = data_folder(data_dir, WANTED)
+        folder = data_folder(data_dir, ARENA)
         with progress_bar(console) as listen:
             sets = prepared_sets(
                 settings, folder, lambda done, total: listen(f"preparing {settings.task}", done, total)

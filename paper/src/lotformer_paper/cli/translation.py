@@ -15,8 +15,8 @@ from lotformer.data.folder import data_folder
 from lotformer.reading import decoded_lines, read_lines
 
 from ..data.translation.sets import prepare
+from ..experiments.inputs import PAIRS, PairsData
 from ..experiments.translation.settings import PairSettings, TranslationSettings, completed, recipe_of
-from ..experiments.translation.table import WANTED, PairsDir
 
 
 def prepare_pairs(console: Console, settings: PairSettings, folder: Path) -> None:
@@ -29,7 +29,7 @@ def prepare_pairs(console: Console, settings: PairSettings, folder: Path) -> Non
 @with_settings(TranslationSettings, completed)
 def train_translation(
     settings: TranslationSettings,
-    data_dir: PairsDir = None,
+    data_dir: PairsData = None,
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, weights, logs.")] = Path("out/translation"),
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out, if there is one.")] = False,
 ) -> None:
@@ -42,7 +42,7 @@ def train_translation(
         from ..experiments.translation.scoring import score
         from ..experiments.translation.task import Translation
 
-        pairs = prepare(recipe_of(settings), data_folder(data_dir, WANTED))
+        pairs = prepare(recipe_of(settings), data_folder(data_dir, PAIRS))
         task = Translation(settings, pairs)
         train_with_progress(task, out, resume=resume)
         model, tokenizer = load(task.export(out))

@@ -16,6 +16,7 @@ from lotformer.data.glue import TASKS
 from lotformer.settings import Settings, setting
 
 from ..results.cells import Record
+from ..results.report import largest
 from . import glue, stsb
 from .engine import Experiment, Job, alike
 from .inputs import Encoder, GlueData
@@ -121,7 +122,6 @@ def _tables(records: list[Record]) -> list[Table]:
         of_row = [record for record in records if _row(record) == row]
         cells = {task: [one.cell for one in of_row if _task(one) == task] for task in (_PAIRS, *tasks)}
         scores = [cell.scores["all"] for cell in cells[_PAIRS]]
-        residuals = [cell.residual_max for made in cells.values() for cell in made if cell.residual_max is not None]
         if of_row:
             rows.append(
                 (
@@ -129,7 +129,7 @@ def _tables(records: list[Record]) -> list[Table]:
                     _over_seeds([score.recovered for score in scores], 2),
                     _over_seeds([score.cosine for score in scores], 4),
                     *(_over_seeds([cell.recovered for cell in cells[task]], 1) for task in tasks),
-                    f"{max(residuals):.0e}" if residuals else "–",
+                    largest(cell.residual_max for made in cells.values() for cell in made),
                 )
             )
     return [Table("What a converted encoder keeps, by the sums that are imposed", columns, tuple(rows))]

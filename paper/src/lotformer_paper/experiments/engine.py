@@ -123,6 +123,7 @@ def run(
 
     Raises:
         ValueError: `out` holds cells made from something else.
+        OSError: `out` cannot be written.
     """
     experiment.require()
     require_writable(out)
@@ -141,6 +142,8 @@ def run(
         job = jobs.pop(0)
         if job.asked and any(folders[job.below].find(name) is None for name in job.cells):
             job.make(folders[job.below])
+            if missing := [name for name in job.cells if folders[job.below].find(name) is None]:
+                raise RuntimeError(f"{experiment.name} has not made {', '.join(missing)}.")
     return [cells.find(name) for cells, name in asked]
 
 

@@ -33,6 +33,7 @@ from lotformer.files import new_folder
 from lotformer.settings import Settings, setting
 
 from ..results.cells import Origin, Record
+from ..results.report import largest
 from ..results.sources import checkpoint_source, files_source
 from .engine import Cells, Experiment, Job, alike, described, names_among
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
@@ -203,9 +204,8 @@ def _row(title: str, values: Sequence[float | None]) -> tuple[str, ...]:
 def _marginals(cell: Cell | None) -> str:
     if cell is None:
         return "–"
-    residual = "–" if cell.residual_max is None else f"{cell.residual_max:.0e}"
     error = "–" if cell.doubly_stochastic_mean is None else f"{cell.doubly_stochastic_mean:.2f}"
-    return f"{residual}; {error}"
+    return f"{largest([cell.residual_max])}; {error}"
 
 
 def budget(record: Record, seeds: str = "") -> str:

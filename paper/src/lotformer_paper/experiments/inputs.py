@@ -17,6 +17,12 @@ Encoder = Annotated[
 GlueData = Annotated[
     Path | None, typer.Option(help=f"Folder that holds {glue.WANTED}. [${VARIABLE}]", show_default=False)
 ]
+ARENA = "the public sets of the tasks (aclImdb, CIFAR-10, …), or nothing for ListOps and Pathfinder"
+PAIRS = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
+_KEPT = f"; prepared sets are kept in it. [${VARIABLE}]"
+
+ArenaData = Annotated[Path | None, typer.Option(help=f"Folder that holds {ARENA}{_KEPT}", show_default=False)]
+PairsData = Annotated[Path | None, typer.Option(help=f"Folder that holds {PAIRS}{_KEPT}", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="Folder of a Hugging Face checkpoint.")]
 DataDir = Annotated[Path | None, typer.Option(help=f"Folder of unpacked data sets. [${VARIABLE}]", show_default=False)]
 Variants = Annotated[str, typer.Option(help="Variants, comma-separated.")]

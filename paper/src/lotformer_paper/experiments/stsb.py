@@ -33,6 +33,7 @@ from ..results.sources import checkpoint_source, files_source
 from .engine import Cells, Experiment, Job, alike, described, names_among
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
 from .inputs import Encoder, GlueData, encoder_weights
+from .unlabelled import Learned, learn
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot": TRANSPORT,
@@ -53,7 +54,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 stochastic; with pivots that see the input; and with a softmax over the nearest tokens beside it, or also over the first
 token. Both sides are balanced, as in the paper, or the keys alone, or nothing. `convert` makes `lot-wide`."""
 
-STAGES = ("converted", "calibrated", "fine-tuned")
+_LATER = {"converted": ("calibration", "finetune"), "calibrated": ("finetune",), "fine-tuned": ()}
+STAGES = tuple(_LATER)
+"""Each depends on nothing that is said of later ones: more fine-tuning leaves what was calibrated as it is."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def plan(
         bench().fill(name, stages, cells)
 
     for name in dict.fromkeys([*asked, *VARIANTS]):
-        origins = {f"{name}/{stage}": _origin_of(stage, whole) for stage in stages}
+        origins = {f"{name}/{stage}": whole.without(*_LATER[stage]) for stage in stages}
         yield Job(origins, partial(fill, name), settings.seed, name in asked)
 
 
@@ -196,47 +199,29 @@ class _Bench:
         start = time.perf_counter()
         model = self.load(self.checkpoint)
         conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
-        seconds: float | None = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         for stage in stages:
             name = f"{variant}/{stage}"
             if cells.find(name) is not None:
                 model = model if stage == "converted" else self.load(cells.place(name))
                 continue
             progress = cells.begin(name)
-            steps = 0
+            spent = Learned(seconds=seconds)
             if stage != "converted":
-                resumed = progress.exists()
-                spent = self._train(model, variant, stage, progress)
-                seconds, steps = None if resumed else spent.seconds, spent.steps
+                spent = learn(
+                    stage,
+                    model,
+                    self.train,
+                    lambda: self.original,
+                    self.settings,
+                    seed=self.settings.seed,
+                    checkpoint=progress,
+                    told=(variant, self.listen),
+                )
                 save_like(self.checkpoint, model, cells.place(name))
             self.listen(f"{variant}: scoring, {stage}", 0, 1)
-            cost = {"steps": steps, "texts": len(self.texts) if steps else 0}
-            cells.finish(name, self._measured(model, variant, stage, seconds), cost)
-
-    def _train(
-        self, model: nn.Module, variant: str, stage: str, progress: Path
-    ) -> conversion.CalibrationReport | conversion.FinetuningReport:
-        settings = self.settings
-        if stage == "calibrated":
-            return conversion.calibrate(
-                model,
-                self.train,
-                steps=settings.calibration_steps,
-                seed=settings.seed,
-                checkpoint=progress,
-                on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
-            )
-        return conversion.finetune(
-            model,
-            self.train,
-            teacher=self.original,
-            steps=settings.finetune_steps,
-            lr=settings.finetune_lr,
-            layer_weight=settings.finetune_layers,
-            seed=settings.seed,
-            checkpoint=progress,
-            on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
-        )
+            cost = {"steps": spent.steps, "texts": len(self.texts) if spent.steps else 0}
+            cells.finish(name, self._measured(model, variant, stage, spent.seconds), cost)
 
     def _measured(self, model: nn.Module, variant: str, stage: str, seconds: float | None) -> Cell:
         quality = conversion.coupling_quality(model, self.dev[::4])
@@ -264,12 +249,6 @@ class _Bench:
             recovered=100 * now / softmax,
             cosine=float((embeddings[part] * self.reference[part]).sum(-1).mean()),
         )
-
-
-def _origin_of(stage: str, whole: Origin) -> Origin:
-    """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
-    later = {"converted": ("calibration", "finetune"), "calibrated": ("finetune",), "fine-tuned": ()}[stage]
-    return Origin({n: value for n, value in whole.settings.items() if not n.startswith(later)}, whole.sources)
 
 
 def budget(record: Record, seeds: str = "") -> str:

@@ -27,6 +27,10 @@ class Origin:
     settings: dict[str, Any]
     sources: dict[str, Source]
 
+    def without(self, *beginnings: str) -> Origin:
+        """What a cell depends on that is made before settings matter whose names begin so."""
+        return Origin({n: value for n, value in self.settings.items() if not n.startswith(beginnings)}, self.sources)
+
 
 @dataclass(frozen=True)
 class Record:

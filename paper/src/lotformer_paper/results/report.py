@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,3 +35,9 @@ class Report:
         write_text(self.markdown() + "\n", page)
         drawn = self.draw(folder) if self.draw is not None and figures.can_draw() else []
         return [page, *drawn]
+
+
+def largest(values: Iterable[float | None], digits: int = 0) -> str:
+    """The largest of those that were measured, e.g. of residuals; a dash if none was."""
+    worst = max((value for value in values if value is not None), default=None)
+    return "–" if worst is None else f"{worst:.{digits}e}"

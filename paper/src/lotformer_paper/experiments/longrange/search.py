@@ -13,7 +13,8 @@ from lotformer.settings import setting
 
 from ...results.cells import Record
 from ..engine import Experiment, Job, alike, records
-from .table import COLUMNS, ArenaSettings, Cell, DataDir, in_columns, job, prepared_tasks
+from ..inputs import ArenaData
+from .table import COLUMNS, ArenaSettings, Cell, in_columns, job, prepared_tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SearchSettings(ArenaSettings):
     rates: tuple[float, ...] = setting((5e-4, 1e-3, 2e-3, 4e-3), "Peak learning rates; one trial each.", at_least=0)
 
 
-def plan(settings: SearchSettings, listen: Listener, data_dir: DataDir = None) -> Iterator[Job]:
+def plan(settings: SearchSettings, listen: Listener, data_dir: ArenaData = None) -> Iterator[Job]:
     """A job for every trial. The test set is not looked at."""
     for task, sets, source in prepared_tasks(settings, listen, data_dir):
         for row, rate, seed in itertools.product(settings.rows, settings.rates, settings.seeds):

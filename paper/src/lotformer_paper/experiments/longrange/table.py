@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from lotformer.cli.tables import Table, mean_and_deviation
 from lotformer.cli.terminal import Listener
-from lotformer.data.folder import VARIABLE, data_folder
+from lotformer.data.folder import data_folder
 from lotformer.files import write_text
 from lotformer.reading import decoding, read_json
 from lotformer.settings import Settings, setting
@@ -27,17 +25,12 @@ from lotformer.training.logs import Progress
 from ...data.longrange.store import PreparedSet
 from ...results import figures
 from ...results.cells import Origin, Record
+from ...results.report import largest
 from ...results.sources import Source
 from ..engine import Cells, Experiment, Job, alike
+from ..inputs import ARENA, ArenaData
 from .rows import MIXED, VARIANTS, row_named
 from .settings import LongRangeSettings, Recipe, settings_for
-
-WANTED = "the public sets of the tasks (aclImdb, CIFAR-10, …), or nothing for ListOps and Pathfinder"
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help=f"Folder that holds {WANTED}; prepared sets are kept in it. [${VARIABLE}]", show_default=False),
-]
 
 COLUMNS = {
     "text": "Text",
@@ -137,7 +130,7 @@ class Cell:
     curve: tuple[Point, ...]
 
 
-def plan(settings: ArenaSettings, listen: Listener, data_dir: DataDir = None) -> Iterator[Job]:
+def plan(settings: ArenaSettings, listen: Listener, data_dir: ArenaData = None) -> Iterator[Job]:
     """A job for every cell: tasks × rows × seeds."""
     for task, sets, source in prepared_tasks(settings, listen, data_dir):
         rates = _found_rates(settings, task)
@@ -153,7 +146,7 @@ def prepared_tasks(
     """The tasks with their sets, prepared now unless they are there."""
     from .task import prepared_sets  # late: it brings the models and the loop, which rendering does not need
 
-    folder = data_folder(data_dir, WANTED)
+    folder = data_folder(data_dir, ARENA)
     for task in settings.tasks:
         first = settings.run(task, settings.rows[0], settings.seeds[0])
         sets = prepared_sets(first, folder, partial(listen, f"preparing {task}"))
@@ -163,15 +156,44 @@ def prepared_tasks(
 def job(
     name: str,
     row: str,
-    chosen: LongRangeSettings,
+    settings: LongRangeSettings,
     sets: PreparedSet,
     source: Source,
     listen: Listener,
     split: Literal["dev", "test"] = "test",
 ) -> Job:
-    """A run that is judged on a split after its last step."""
-    origin = Origin(chosen.described(), {"data": source})
-    return Job({name: origin}, partial(_fill, name, row, chosen, sets, listen, split), chosen.seed)
+    """Train, test on a split, store. An interrupted run goes on from its checkpoint, kept beside the cell."""
+
+    def make(cells: Cells) -> None:
+        from lotformer.training.run import train
+
+        from .task import LongRange
+
+        task = LongRange(settings, sets)
+        place = cells.begin(name).with_suffix(".run")
+        watch = _Watch(f"{settings.task}: {Path(name).name}", place / "curve.json", listen)
+        report = train(task, place, resume=True, listeners=[watch])
+        assert task.model is not None
+        model = task.model.eval()
+        tested = task.count_right(model, split)["accuracy"]
+        cell = Cell(
+            task=settings.task,
+            row=row,
+            seed=settings.seed,
+            accuracy=tested[0] / tested[1],
+            tested=int(tested[1]),
+            steps=report.steps,
+            batch_size=settings.batch_size,
+            seconds=watch.seconds,
+            tokens_per_second=report.samples_per_second * task.tokens_per_example(),
+            attention_share=report.attention,
+            residual=max(task.residuals(model), default=None),
+            curve=tuple(watch.points),
+        )
+        cells.finish(name, cell, {"steps": report.steps, "minutes": watch.seconds / 60})
+        shutil.rmtree(place, ignore_errors=True)
+
+    return Job({name: Origin(settings.described(), {"data": source})}, make, settings.seed)
 
 
 def _found_rates(settings: ArenaSettings, task: str) -> dict[str, float]:
@@ -185,46 +207,6 @@ def _found_rates(settings: ArenaSettings, task: str) -> dict[str, float]:
     if missing:
         raise ValueError(f"no trial of {', '.join(missing)} on {task} in {settings.searched}: search for them first.")
     return rates
-
-
-def _fill(
-    name: str,
-    row: str,
-    settings: LongRangeSettings,
-    sets: PreparedSet,
-    listen: Listener,
-    split: Literal["dev", "test"],
-    cells: Cells,
-) -> None:
-    """Train, test, store. An interrupted run goes on from its checkpoint, kept beside the cell until it is done."""
-    from lotformer.training.run import train
-
-    from .task import LongRange
-
-    task = LongRange(settings, sets)
-    place = cells.begin(name).with_suffix(".run")
-    watch = _Watch(f"{settings.task}: {Path(name).name}", place / "curve.json", listen)
-    report = train(task, place, resume=True, listeners=[watch])
-    assert task.model is not None
-    model = task.model.eval()
-    tested = task.count_right(model, split)["accuracy"]
-    residuals = task.residuals(model)
-    cell = Cell(
-        task=settings.task,
-        row=row,
-        seed=settings.seed,
-        accuracy=tested[0] / tested[1],
-        tested=int(tested[1]),
-        steps=report.steps,
-        batch_size=settings.batch_size,
-        seconds=watch.seconds,
-        tokens_per_second=report.samples_per_second * task.tokens_per_example(),
-        attention_share=report.attention,
-        residual=max(residuals) if residuals else None,
-        curve=tuple(watch.points),
-    )
-    cells.finish(name, cell, {"steps": report.steps, "minutes": watch.seconds / 60})
-    shutil.rmtree(place, ignore_errors=True)
 
 
 class _Watch:
@@ -348,7 +330,6 @@ def _costs(cells: Sequence[Cell]) -> Table:
             if not group:
                 continue
             shares = [cell.attention_share for cell in group if cell.attention_share is not None]
-            residuals = [cell.residual for cell in group if cell.residual is not None]
             rows.append(
                 (
                     f"{COLUMNS[task]}, {row}",
@@ -357,7 +338,7 @@ def _costs(cells: Sequence[Cell]) -> Table:
                     f"{statistics.fmean(cell.seconds for cell in group) / 60:.1f}",
                     f"{statistics.fmean(cell.tokens_per_second for cell in group):,.0f}",
                     f"{statistics.fmean(shares):.0%}".replace("%", " %") if shares else "–",
-                    f"{max(residuals):.0e}" if residuals else "–",
+                    largest(cell.residual for cell in group),
                 )
             )
     return Table("What a run costs, mean over seeds, and how far its columns are off", columns, tuple(rows))

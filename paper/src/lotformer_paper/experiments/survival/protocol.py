@@ -28,8 +28,10 @@ from lotformer.reading import decoding
 from lotformer.settings import Settings, setting
 
 from ...results.cells import Origin, Record
+from ...results.report import largest
 from ...results.sources import Source
 from ..engine import Cells, Experiment, Job, alike, described, names_among
+from ..unlabelled import Learned, learn
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot-32": {"rank": 32},
@@ -162,11 +164,12 @@ def jobs(
 ) -> Iterator[Job]:
     """A job for the stages of every seed and variant. The original is scored by the first that needs it."""
     bench = _Bench(task, settings, listen)
-    yield Job({_ORIGINAL: Origin(_of_the_original(settings), dict(sources))}, asked=False)
+    whole = Origin(described(settings, "seeds", "kept", "first_stage"), dict(sources))  # these only say which cells
+    yield Job({_ORIGINAL: whole.without(*_LEARNING)}, asked=False)
     for seed, name in itertools.product(settings.seeds, names_among(variants, VARIANTS | OTHERS)):
-        about = {**_described(settings), "seed": seed, "options": _in_full(name, task.tokens)}
+        about = Origin({**whole.settings, "seed": seed, "options": _in_full(name, task.tokens)}, whole.sources)
         stages = _stages(name, settings)
-        origins = {_place(name, seed, stage): _origin_of(stage, Origin(about, dict(sources))) for stage in stages}
+        origins = {_place(name, seed, stage): about.without(*_later(stage)) for stage in stages}
         yield Job(origins, partial(bench.fill, name, seed, stages), seed)
 
 
@@ -182,13 +185,12 @@ def _table(title: str, relative: Collection[str], records: Sequence[Record]) -> 
     rows = [("softmax", *(f"{softmax[name]:.4f}" for name in names), "–", "–", "–", "–")]
     for made in alike(records, _row).values():
         seeds: list[Cell] = [record.cell for record in made]
-        residuals = [cell.residual_max for cell in seeds if cell.residual_max is not None]
         errors = [cell.doubly_stochastic_mean for cell in seeds if cell.doubly_stochastic_mean is not None]
         rows.append(
             (
                 f"{seeds[0].variant}, {seeds[0].stage}",
                 *(_score(name, seeds, name in relative) for name in names),
-                f"{max(residuals):.0e}" if residuals else "–",
+                largest(cell.residual_max for cell in seeds),
                 f"{sum(errors) / len(errors):.2g}" if errors else "–",
                 mean_and_deviation([cell.forecast for cell in seeds if cell.forecast is not None], digits=3),
                 mean_and_deviation([cell.seconds for cell in seeds if cell.seconds is not None], digits=0),
@@ -233,36 +235,42 @@ class _Bench:
             raise ValueError(
                 f"kept must leave layers converted: the model has {len(layers)}, got {self.settings.kept}."
             )
-        spent: float | None = time.perf_counter() - begun
-        last: Cell | None = None
+        seconds, errors = time.perf_counter() - begun, dict[str, float]()
         for stage in stages:
             name = _place(variant, seed, stage)
             place, done = cells.place(name), cells.find(name)
             if done is not None:
                 if stage == "calibrated":
-                    model, last = self.task.load(place).eval(), done
+                    model, errors = self.task.load(place).eval(), done.errors
                 continue
-            progress = cells.begin(name)
-            errors, forecast, steps, inputs = (last.errors if last else {}), None, 0, 0
-            current = model
-            if stage == "calibrated":
-                resumed, report = progress.exists(), self._calibrate(variant, seed, model, progress)
-                errors, steps, spent = report.error_after, report.steps, None if resumed else report.seconds
-                forecast = None if report.forecast is None else report.forecast.cosine
-                inputs = self.settings.calibration_inputs
-                self.task.save(model, place)
-            elif stage.startswith("kept"):
-                current, spent = self.task.load(cells.place(_place(variant, seed, "calibrated"))).eval(), 0.0
+            progress, inputs = cells.begin(name), 0
+            current, spent = model, Learned(seconds=seconds)
+            if stage.startswith("kept"):
+                current, spent = (
+                    self.task.load(cells.place(_place(variant, seed, "calibrated"))).eval(),
+                    Learned(0, 0.0),
+                )
                 worst = sorted(errors, key=errors.__getitem__, reverse=True)[: int(stage.rpartition("-")[2])]
                 conversion.revert(self.task.body(current), layers=worst)
-            elif stage == "fine-tuned":
-                resumed, tuned = progress.exists(), self._finetune(variant, seed, model, progress)
-                steps, spent = tuned.steps, None if resumed else tuned.seconds
-                inputs = self._taught_with
+            elif stage != "converted":
+                inputs = self._inputs(stage)
+                spent = self._learn(stage, variant, seed, model, inputs, progress)
+                errors = spent.errors or errors
                 self.task.save(model, place)
-            cell = self._measured(current, variant, stage, seed, errors, forecast, spent)
-            last = cell if stage == "calibrated" else last
-            cells.finish(name, cell, {"steps": steps, "inputs": inputs})
+            quality = conversion.coupling_quality(self.task.body(current.eval()), self.task.test_batches())
+            cell = Cell(
+                variant=variant,
+                stage=stage,
+                seed=seed,
+                scores=self._scores(current, variant),
+                softmax=self.softmax,
+                residual_max=None if quality is None else quality.residual_max,
+                doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
+                errors=errors,
+                forecast=spent.forecast,
+                seconds=spent.seconds,
+            )
+            cells.finish(name, cell, {"steps": spent.steps, "inputs": inputs})
 
     def _remember_the_original(self, cells: Cells) -> None:
         """Score it, unless that was done: by this run, or by one that has left its outputs in the folder."""
@@ -281,72 +289,27 @@ class _Bench:
             torch.save(self.task.reference, draft)
         cells.finish(_ORIGINAL, Softmax(self.softmax))
 
-    def _calibrate(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.CalibrationReport:
-        return conversion.calibrate(
+    def _inputs(self, stage: str) -> int:
+        """How many inputs it learns from."""
+        s = self.settings
+        return s.calibration_inputs if stage == "calibrated" else s.finetune_inputs or s.calibration_inputs
+
+    def _learn(self, stage: str, variant: str, seed: int, model: Any, inputs: int, progress: Path) -> Learned:
+        return learn(
+            stage,
             self.task.body(model),
-            self.task.batches(self.settings.calibration_inputs),
-            steps=self.settings.calibration_steps,
+            self.task.batches(inputs),
+            lambda: self.task.body(self.task.load()).eval(),
+            self.settings,
             seed=seed,
             checkpoint=progress,
-            on_step=lambda now, total, _: self.listen(f"{variant}: calibrating", now, total),
-        )
-
-    @property
-    def _taught_with(self) -> int:
-        return self.settings.finetune_inputs or self.settings.calibration_inputs
-
-    def _finetune(self, variant: str, seed: int, model: Any, progress: Path) -> conversion.FinetuningReport:
-        return conversion.finetune(
-            self.task.body(model),
-            self.task.batches(self._taught_with),
-            teacher=self.task.body(self.task.load()).eval(),
-            steps=self.settings.finetune_steps,
-            lr=self.settings.finetune_lr,
+            told=(variant, self.listen),
             mechanism_lr=self.settings.finetune_mechanism_lr,
             precision=self.settings.finetune_precision,
-            layer_weight=self.settings.finetune_layers,
-            seed=seed,
-            checkpoint=progress,
-            on_step=lambda now, total, _: self.listen(f"{variant}: fine-tuning without labels", now, total),
-        )
-
-    def _measured(
-        self,
-        model: Any,
-        variant: str,
-        stage: str,
-        seed: int,
-        errors: dict[str, float],
-        forecast: float | None,
-        seconds: float | None,
-    ) -> Cell:
-        body = self.task.body(model.eval())
-        quality = conversion.coupling_quality(body, self.task.test_batches())
-        return Cell(
-            variant=variant,
-            stage=stage,
-            seed=seed,
-            scores=self._scores(model, variant),
-            softmax=self.softmax,
-            residual_max=None if quality is None else quality.residual_max,
-            doubly_stochastic_mean=None if quality is None else quality.doubly_stochastic_mean,
-            errors=errors,
-            forecast=forecast,
-            seconds=seconds,
         )
 
     def _scores(self, model: Any, variant: str) -> dict[str, float]:
         return self.task.scores(model, lambda what, now, total: self.listen(f"{variant}: {what}", now, total))
-
-
-def _described(settings: ProtocolSettings) -> dict[str, Any]:
-    """The settings that results depend on; what says which cells to make is not among them."""
-    return described(settings, "seeds", "kept", "first_stage")
-
-
-def _of_the_original(settings: ProtocolSettings) -> dict[str, Any]:
-    """The settings that the original's scores depend on: nothing that is spent on conversions."""
-    return {name: value for name, value in _described(settings).items() if not name.startswith(_LEARNING)}
 
 
 def _options(variant: str) -> dict[str, Any]:
@@ -373,11 +336,9 @@ def _order(cell: Cell) -> tuple[int, int, int, int]:
     return list(VARIANTS | OTHERS).index(cell.variant), stage, int(count) if count.isdigit() else 0, cell.seed
 
 
-def _origin_of(stage: str, whole: Origin) -> Origin:
-    """What a stage depends on: more fine-tuning leaves what was calibrated as it is."""
-    later: tuple[str, ...] = {"converted": _LEARNING, "fine-tuned": ()}.get(stage, ("finetune",))
-    settings = {name: value for name, value in whole.settings.items() if not name.startswith(later)}
-    return Origin(settings, whole.sources)
+def _later(stage: str) -> tuple[str, ...]:
+    """How settings begin that a stage does not depend on: more fine-tuning leaves what was calibrated as it is."""
+    return {"converted": _LEARNING, "fine-tuned": ()}.get(stage, ("finetune",))
 
 
 def _budget(record: Record) -> str:

@@ -21,22 +21,19 @@ import typer
 from lotformer import conversion
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import Listener
-from lotformer.data.folder import VARIABLE, data_folder
+from lotformer.data.folder import data_folder
 from lotformer.settings import setting
 
 from ...data.translation.sets import TranslationSet, prepare
 from ...results.cells import Origin, Record
+from ...results.report import largest
 from ...results.sources import Source, checkpoint_source
 from ..engine import Cells, Experiment, Job, Told, alike
+from ..inputs import PAIRS, PairsData
 from .rows import ROWS
 from .scoring import require_sacrebleu
 from .settings import TranslationSettings, completed, recipe_of
 
-WANTED = "Multi30k, Tatoeba or IWSLT'14, unpacked, or aligned text files"
-PairsDir = Annotated[
-    Path | None,
-    typer.Option(help=f"Folder that holds {WANTED}; prepared sets are kept in it. [${VARIABLE}]", show_default=False),
-]
 Runs = Annotated[Path, typer.Option(help="Folder in which bases are trained and kept.")]
 
 BASES = ("transformer", "diff")
@@ -105,10 +102,10 @@ class Cell:
 
 
 def plan(
-    settings: TableSettings, listen: Listener, data_dir: PairsDir = None, runs: Runs = Path("out/translation-runs")
+    settings: TableSettings, listen: Listener, data_dir: PairsData = None, runs: Runs = Path("out/translation-runs")
 ) -> Iterator[Job]:
     """A job for every row of every base; bases that are not there are trained first."""
-    pairs = prepare(recipe_of(settings), data_folder(data_dir, WANTED))
+    pairs = prepare(recipe_of(settings), data_folder(data_dir, PAIRS))
     data = Source(pairs.folder.name, pairs.fingerprint)
     for seed in settings.seeds:
         for name in (_name(settings.base),) if settings.base else settings.bases:
@@ -328,7 +325,6 @@ def _quality(cells: Sequence[Cell]) -> Table:
             group = [cell for cell in cells if (cell.base, cell.row, cell.stage) == (base, row, stage)]
             if not group:
                 continue
-            errors = [cell.column_error for cell in group if cell.column_error is not None]
             means = [c.doubly_stochastic_error for c in group if c.doubly_stochastic_error is not None]
             rows.append(
                 (
@@ -336,7 +332,7 @@ def _quality(cells: Sequence[Cell]) -> Table:
                     str(len(group)),
                     " / ".join(f"{cell.bleu:.2f}" for cell in group),
                     f"{statistics.median(cell.chrf for cell in group):.1f}",
-                    f"{max(errors):.1e}" if errors else "–",
+                    largest((cell.column_error for cell in group), digits=1),
                     f"{statistics.median(means):.2f}" if means else "–",
                     f"{statistics.median(cell.seconds for cell in group):.0f}",
                 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from lotformer.cli.tables import Table, mean_and_deviation
 
+from ...results.report import largest
 from .ablation import Found, Row, ablation, top1
 
 _PLAIN: dict[str, Any] = {"polarize_prefix": False, "local_conv": None}
@@ -62,7 +63,6 @@ def _tables(found: Found) -> list[Table]:
     rows = []
     for slug, made in found.items():
         cells = [record.cell for record in made]
-        residuals = [cell.residual for cell in cells if cell.residual is not None]
         minutes = [cell.minutes for cell in cells if cell.minutes is not None]
         rows.append(
             (
@@ -70,7 +70,7 @@ def _tables(found: Found) -> list[Table]:
                 top1(made),
                 mean_and_deviation([cell.top5 for cell in cells], 100),
                 str(len(cells)),
-                f"{max(residuals):.0e}" if residuals else "–",
+                largest(cell.residual for cell in cells),
                 f"{sum(minutes) / len(minutes):.1f}" if minutes else "–",
                 f"{sum(cell.images_per_second for cell in cells) / len(cells):.0f}",
                 f"{PAPER[slug]:.1f}" if slug in PAPER else "–",
