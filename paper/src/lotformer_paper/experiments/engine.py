@@ -127,16 +127,16 @@ def run(
     """
     experiment.require()
     require_writable(out)
-    jobs = list(experiment.plan(settings, listen, **inputs))
+    jobs: list[Job] = []
     folders: dict[str, Cells] = {}
-    for job in jobs:
+    for job in experiment.plan(settings, listen, **inputs):
         made_by = job.of or experiment
         empty = Cells(CellFolder(out / job.below, made_by.cell, made_by.name, command))
         cells = folders.setdefault(job.below, empty)
         cells.planned.update({name: (origin, job.seed) for name, origin in job.cells.items()})
-    for job in jobs:  # all of them at the door: the last job begins hours after the first
-        for name in job.cells:
-            folders[job.below].find(name)
+        for name in job.cells:  # all of them at the door: the last job begins hours after the first
+            cells.find(name)
+        jobs.append(job)
     asked = [(folders[job.below], name) for job in jobs if job.asked for name in job.cells]
     while jobs:  # a job that is done lets go of its models
         job = jobs.pop(0)

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from .store import MANIFEST, PreparedSet, Shard, open_set, publish
 
+OnShard = Callable[[int, int], None]
+"""Called with the number of shards that are done, and of all shards."""
+
 _SHARDS_PER_PROCESS = 2  # for fewer, starting a process takes longer than the work
 
 
@@ -43,17 +46,12 @@ class Source(Protocol):
 
 
 def prepare(
-    source: Source,
-    root: Path,
-    *,
-    workers: int | None = None,
-    listener: Callable[[int, int], None] = lambda done, total: None,
+    source: Source, root: Path, *, workers: int | None = None, listener: OnShard = lambda done, total: None
 ) -> PreparedSet:
     """The prepared set of a source under `root`, made now unless it is there.
 
     An interrupted run goes on with the shards it has not made. `workers` is the number of processes, all cores by
-    default; with 1 the work is done in this one. `listener` is called with the number of shards that are done, and of
-    all shards.
+    default; with 1 the work is done in this one.
     """
     description = source.describe()  # reads the files of the source: once
     target = _folder_of(source.task, description, root)

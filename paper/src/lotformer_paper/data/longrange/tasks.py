@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import image, text
 from .listops import SYMBOLS, ListOps, ListOpsFiles
 from .pathfinder import Pathfinder, PathfinderFiles
-from .prepare import Source, prepare
+from .prepare import OnShard, Source, prepare
 from .retrieval import FilmPairs, PaperPairs
 from .store import PreparedSet
 from .text import ReviewFiles
@@ -72,11 +72,7 @@ def source(task: str, folder: Path, *, seed: int = 0, brackets: bool = True, rel
 
 
 def prepared(
-    chosen: Source,
-    folder: Path,
-    *,
-    workers: int | None = None,
-    listener: Callable[[int, int], None] = lambda done, total: None,
+    chosen: Source, folder: Path, *, workers: int | None = None, listener: OnShard = lambda done, total: None
 ) -> PreparedSet:
     """The set of a source, kept in the data folder beside the public ones; made now unless it is there."""
     return prepare(chosen, folder / "longrange", workers=workers, listener=listener)

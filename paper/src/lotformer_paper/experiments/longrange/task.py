@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from lotformer.training.task import Sums
 from lotformer.training.teams import Process
 
 from ...data.longrange.batches import Batch, by_length, collate
+from ...data.longrange.prepare import OnShard
 from ...data.longrange.store import PreparedSet, Split
 from ...data.longrange.tasks import TASKS, prepared, source
 from ...models.longrange import LongRangeEncoder
@@ -128,7 +129,7 @@ def build_model(settings: LongRangeSettings) -> LongRangeEncoder:
 
 
 def prepared_sets(
-    settings: LongRangeSettings, folder: Path, listener: Callable[[int, int], None] = lambda done, total: None
+    settings: LongRangeSettings, folder: Path, listener: OnShard = lambda done, total: None
 ) -> PreparedSet:
     """The sets of the task in a data folder, made now unless they are there."""
     chosen = source(
