@@ -9,6 +9,7 @@ from torch import Tensor
 import lotformer
 from lotformer.ops.problem import BALANCES, SOLVERS
 from support.cpu_kernel import needs_kernel
+from support.problems import solve
 
 EXACT = {"sinkhorn": {"eps": 2.0, "iters": 60}, "newton": {"eps": 0.2, "solver": "newton", "tol": 1e-9}}
 
@@ -67,12 +68,13 @@ def test_unsolved_queries_spread_by_softmax_with_the_masses_as_prior(problem):
 def test_scores_give_what_tokens_and_pivots_give(problem, balance, solver):
     v, eps = draw(2, 3, 9, 6), torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
     pivots, q, k = (problem.pop(name) for name in ("pivots", "q", "k"))
-    options = {**problem, "balance": balance, "solver": solver, "eps": eps, "return_residual": True}
-    expected, expected_residual = lotformer.lot_attention(q, k, v, pivots, **options)
-    scores = (x @ pivots.mT / 5**0.5 for x in (q, k))
-    got, residual = lotformer.lot_attention_from_scores(*scores, v, **options)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
-    torch.testing.assert_close(residual, expected_residual, rtol=1e-6, atol=1e-11)
+    options = {**problem, "balance": balance, "solver": solver, "eps": eps}
+    expected = solve(q, k, v, pivots, **options)
+    scores = [x @ pivots.mT / 5**0.5 for x in (q, k)]
+    got = solve(*scores, v, None, **options, scale=1.0)
+    torch.testing.assert_close(got.out, expected.out, rtol=0, atol=1e-11)
+    torch.testing.assert_close(got.residual, expected.residual, rtol=1e-6, atol=1e-11)
+    assert torch.equal(got.out, lotformer.lot_attention_from_scores(*scores, v, **options))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -125,8 +127,9 @@ def test_samples_whose_exact_solve_misses_are_solved_by_the_reference(monkeypatc
     monkeypatch.setattr("lotformer.ops.cpu.op._WORTH_A_SECOND", 0.0)
     found = {}
     for backend in ("reference", "cpu"):
-        out, residual = lotformer.lot_attention(*inputs, **options, backend=backend, return_residual=True)
-        found[backend] = [out, residual, *torch.autograd.grad(out.square().sum(), inputs)]
+        solution = solve(*inputs, **options, backend=backend)
+        gradients = torch.autograd.grad(solution.out.square().sum(), inputs)
+        found[backend] = [solution.out, solution.residual, *gradients]
     for got, expected in zip(found["cpu"], found["reference"], strict=True):
         assert torch.equal(got, expected)
 
@@ -137,7 +140,7 @@ def test_a_loose_tolerance_is_taken_at_its_word(monkeypatch):
     inputs = [x.float() for x in (q, k, v, pivots)]
     monkeypatch.setattr("lotformer.ops.reference.run", None)  # nobody solves it again
     options = {"log_masses": torch.full((2, 6), 1 / 6).log(), "eps": 0.1, "solver": "newton", "balance": "keys"}
-    _, loose = lotformer.lot_attention(*inputs, **options, tol=0.03, return_residual=True)
-    _, tight = lotformer.lot_attention(*inputs, **options, tol=1e-6, return_residual=True)
+    loose = solve(*inputs, **options, tol=0.03).residual
+    tight = solve(*inputs, **options, tol=1e-6).residual
     assert 1e-4 < loose.max() <= 0.03
     assert tight.max() <= 1e-5

@@ -9,6 +9,7 @@ from torch import Tensor
 from lotformer.ops import coupling, lot_attention, newton
 from support.cpu_kernel import assert_agrees, needs_kernel, run
 from support.hard_problems import FAMILIES, Batch, hard_problems, long_problems, make_batch
+from support.problems import solve
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -114,7 +115,7 @@ def test_a_solve_that_stalls_in_fp32_is_done_again() -> None:
     got = run(inputs, FP32, "cpu", **options)
     assert (got["out"] - expected["out"]).abs().max() <= 1e-5
     assert_agrees(got, expected, 1e-3, floor=1e-4)
-    _, reached = lot_attention(**{name: t.float() for name, t in inputs.items()}, return_residual=True, **options)
+    reached = solve(**{name: t.float() for name, t in inputs.items()}, **options).residual
     assert reached.max() <= 1e-5
 
 
@@ -135,5 +136,5 @@ def test_a_long_path_is_walked_to_its_end(problems: Batch, balance: str) -> None
 def test_what_is_done_again_in_vain_is_no_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "MAX_PASSES", 100)
     x = make_batch("gaussian", 80, 40, 1e4, skew=10.0).arguments(FP32)
-    _, residual = lot_attention(v=x["q"][..., :1], return_residual=True, backend="cpu", **x)
+    residual = solve(v=x["q"][..., :1], backend="cpu", **x).residual
     assert residual.max() <= 1.0

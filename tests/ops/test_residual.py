@@ -13,7 +13,7 @@ from lotformer.attention.lot import LOT
 from lotformer.ops import convergence
 from lotformer.ops.problem import Solve
 from support.cpu_kernel import FORMS, needs_kernel
-from support.problems import lengths_mask, make_inputs
+from support.problems import lengths_mask, make_inputs, solve
 
 SOLVERS = ["sinkhorn", "newton"]
 BACKENDS = ["reference", pytest.param("cpu", marks=needs_kernel)]
@@ -31,8 +31,9 @@ def test_the_residual_bounds_what_the_columns_miss(eps, balance, solver, backend
     x = make_inputs(3, 2, 40, 30, rank=6, dtype=torch.float32)
     mask = lengths_mask([30, 11, 0], 30)
     options = {"eps": eps, "solver": solver, "iters": 3, "key_mask": mask, "backend": backend, "balance": balance}
-    out, residual = lotformer.lot_attention(*x, **options, return_residual=True)
-    assert torch.equal(out, lotformer.lot_attention(*x, **options))
+    solution = solve(*x, **options)
+    residual = solution.residual
+    assert torch.equal(solution.out, lotformer.lot_attention(*x, **options))
     assert residual.shape == (3, 2)
     assert not residual.requires_grad
     assert (residual[2] == 0).all()  # no keys: nothing is missed
@@ -54,10 +55,32 @@ def test_a_coupling_describes_the_backend_in_force(form, backend):
     assert (
         repr(plan) == f"Coupling(33×21 of rank ≤ 5, 2 samples × 3 heads, {plan.query_plan.dtype}, backend={backend!r})"
     )
-    out, residual = lotformer.lot_attention(*x, **options, backend=backend, return_residual=True)
-    torch.testing.assert_close(plan.apply(x.v).to(out), out, rtol=1e-4, atol=1e-5)
-    assert (plan.residual() <= bound(residual) + 1e-5).all()
-    assert form != "none" or not residual.any()
+    solution = solve(*x, **options, backend=backend)
+    torch.testing.assert_close(plan.apply(x.v).to(solution.out), solution.out, rtol=1e-4, atol=1e-5)
+    assert (plan.residual() <= bound(solution.residual) + 1e-5).all()
+    assert form != "none" or not solution.residual.any()
+    again = solution.coupling()
+    assert (solution.backend, again.backend) == (backend, backend)
+    for mine, theirs in zip(dataclasses.astuple(again)[:5], dataclasses.astuple(plan)[:5], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_solution_says_which_heads_have_converged(backend):
+    x = make_inputs(2, 3, 40, rank=6, dtype=torch.float32)
+    eps = torch.tensor([1.0, 0.3, 0.02])
+    exact = solve(*x, eps=eps, solver="newton", backend=backend)
+    assert exact.converged.tolist() == [[True] * 3] * 2
+    sweeps = solve(*x, eps=eps, iters=2, backend=backend)
+    assert sweeps.converged.dtype == torch.bool
+    assert not sweeps.converged[:, 2].any()
+    assert torch.equal(sweeps.converged, sweeps.residual <= 1e-3)
+    unsolved = solve(*x, eps=eps, balance="none", backend=backend)
+    assert unsolved.converged.all()
+
+
+def test_a_solution_does_not_print_its_tensors():
+    assert repr(solve(*make_inputs(1, 2, 5))) == "Solution(out=(1, 2, 5, 8) torch.float64, backend='reference')"
 
 
 @needs_kernel
@@ -79,16 +102,19 @@ def test_a_mechanism_describes_the_backend_it_runs():
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_tokens_no_residual(solver):
     x = make_inputs(2, 3, 0, 5)
-    out, residual = lotformer.lot_attention(*x, solver=solver, return_residual=True)
-    assert out.shape == (2, 3, 0, 8)
-    assert torch.equal(residual, torch.zeros(2, 3, dtype=torch.float64))
+    solution = solve(*x, solver=solver)
+    assert solution.out.shape == (2, 3, 0, 8)
+    assert torch.equal(solution.residual, torch.zeros(2, 3, dtype=torch.float64))
+    assert solution.converged.all()
+    assert solution.coupling().query_plan.shape == (2, 3, 0, 5)
 
 
 def test_the_residual_can_be_compiled():
     x = make_inputs(1, 2, 20, rank=4, dtype=torch.float32)
 
     def operator(*inputs):
-        return lotformer.lot_attention(*inputs, return_residual=True)
+        solution = solve(*inputs)
+        return solution.out, solution.residual
 
     compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(*x), operator(*x), strict=True):

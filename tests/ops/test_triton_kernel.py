@@ -42,6 +42,7 @@ else:
     from lotformer.ops import reference
     from lotformer.ops.problem import BALANCES, Solve, Transport
     from lotformer.ops.triton import op
+    from support.problems import solve
 
     if INTERPRETED:
         from triton.runtime import interpreter
@@ -258,9 +259,9 @@ else:
         mask = torch.arange(7, device=DEVICE) < torch.tensor([[7], [4]], device=DEVICE)
         options = {"key_mask": mask, "iters": 2, "balance": balance, "backend": "triton"}
         plan = coupling(q, k, pivots, log_masses, **options)
-        out, residual = lot_attention(q, k, v, pivots, log_masses, **options, return_residual=True)
-        torch.testing.assert_close(plan.apply(v), out, rtol=1e-4, atol=1e-5)
-        assert (plan.residual() < 2 * residual / (1 - residual) + 1e-5).all()
+        solution = solve(q, k, v, pivots, log_masses, **options)
+        torch.testing.assert_close(plan.apply(v), solution.out, rtol=1e-4, atol=1e-5)
+        assert (plan.residual() < 2 * solution.residual / (1 - solution.residual) + 1e-5).all()
 
     def test_the_backend_takes_scores():
         tensors, _ = _problem(h=1, n=9, m=7, scores=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lotformer.ops import Solution, Solve, Transport, solve_attention
 
 
 class Inputs(NamedTuple):
@@ -45,6 +47,12 @@ def make_inputs(
         log_masses,
     )
     return Inputs(*(x.requires_grad_(requires_grad) for x in tensors))
+
+
+def solve(*inputs: Tensor, backend: str | None = None, **options: Any) -> Solution:
+    """`solve_attention` with the arguments of `lot_attention`."""
+    how = {name: options.pop(name) for name in Solve._fields if name in options}
+    return solve_attention(Transport(*inputs, **options), Solve(**how), backend)
 
 
 def lengths_mask(lengths: list[int], size: int, side: str = "right") -> Tensor:

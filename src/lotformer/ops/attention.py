@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends, reference
+from . import backends
 from .checks import check, check_probability
 from .convergence import warn_of_a_miss
 from .coupling import Coupling
 from .problem import Balance, Solve, Solver, Transport, is_traced
+from .solution import Solution, coupling_of
 
 CAUSAL_REFUSAL = (
     "LOT attention cannot be causal: in a lower-triangular doubly stochastic matrix the last column has one "
@@ -41,7 +40,6 @@ def lot_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     backend: str | None = None,
-    return_residual: bool = False,
 ) -> Tensor:
     """Attention by two entropic transport plans glued at a small pivot measure: linear in N and M.
 
@@ -69,12 +67,11 @@ def lot_attention(
         dropout_p: probability of dropping a key: the same entries of A for every query of a head, so that A
             need not be formed.
         backend: None picks the fastest that can run the problem; a name forces it or raises.
-        return_residual: return `(out, residual)`, with the residual `ρ (B, H)` that the backend's solve has reached:
-            a column of A misses its sum by at most `2ρ / (1 - ρ)` of it, if ρ < 1.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `q`. Rows of padded queries, and samples without keys, are zero.
         A sample does not depend on its batch: bit for bit with one thread, to rounding with several.
+        `lotformer.ops.solve_attention` returns its residual and its plans as well.
     """
     if is_causal:
         raise ValueError(CAUSAL_REFUSAL)
@@ -82,7 +79,7 @@ def lot_attention(
         raise TypeError("`pivots`: expected a tensor, got None. Scores are taken by `lot_attention_from_scores`.")
     transport = Transport(q, k, v, pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
     solve = Solve(eps, solver, iters, tol, scale, balance)
-    return _attend(transport, solve, dropout_p, backend, return_residual)
+    return _solved(transport, solve, dropout_p, backend).out
 
 
 def lot_attention_from_scores(
@@ -102,7 +99,6 @@ def lot_attention_from_scores(
     key_masses: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
-    return_residual: bool = False,
 ) -> Tensor:
     """`lot_attention` for tokens whose scores with the pivots are known; they are divided by `eps` and nothing else.
 
@@ -114,25 +110,39 @@ def lot_attention_from_scores(
         The others are those of `lot_attention`.
     """
     transport = Transport(query_scores, key_scores, v, None, log_masses, query_mask, key_mask, query_masses, key_masses)
-    return _attend(transport, Solve(eps, solver, iters, tol, 1.0, balance), dropout_p, backend, return_residual)
+    return _solved(transport, Solve(eps, solver, iters, tol, 1.0, balance), dropout_p, backend).out
 
 
-def _attend(transport: Transport, solve: Solve, dropout_p: float, backend: str | None, return_residual: bool) -> Tensor:
-    check_probability("dropout_p", dropout_p)
+def solve_attention(transport: Transport, solve: Solve, backend: str | None = None) -> Solution:
+    """The output of `lot_attention` and what can be asked about its solve: residual, convergence, plans.
+
+        solution = solve_attention(Transport(q, k, v, pivots, log_masses, key_mask=real), Solve(eps=0.1, iters=20))
+        solution.out, solution.residual, solution.converged, solution.coupling()
+
+    Args:
+        transport: the tensors of `lot_attention`. With `pivots=None`, q and k are scores; they, too, are multiplied by
+            `scale`, so that it has to be 1.0 for those of `lot_attention_from_scores`.
+        solve: its options `eps`, `solver`, `iters`, `tol`, `scale` and `balance`.
+    """
+    return _solved(transport, solve, 0.0, backend)
+
+
+def _solved(transport: Transport, solve: Solve, dropout_p: float, backend: str | None) -> Solution:
+    if dropout_p != 0:
+        check_probability("dropout_p", dropout_p)
     check(transport, solve)
     chosen = backends.TRANSPORT.choose(backend, transport, solve)
-    q, k, v = transport.q, transport.k, transport.v
-    if q.shape[2] == 0 or k.shape[2] == 0:
-        out = q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to send or nothing to receive: zeros, whatever q holds
-        return cast(Tensor, (out, _no_residual(q))) if return_residual else out
+    q, v = transport.q, transport.v
+    if transport.is_empty:
+        # nothing to send or nothing to receive: zeros, whatever q holds
+        return Solution(q[..., :0] @ q.new_zeros(0, v.shape[3]), transport, solve, chosen.name)
     if dropout_p > 0:
         transport = transport._replace(v=drop_keys(v, dropout_p))
     result = chosen.run(transport, solve)
     exact = solve.solver == "newton" and solve.balance != "none"
     if exact and q.device.type == "cpu" and not is_traced(q):
         warn_of_a_miss(result.residual, solve)
-    # to a type checker a tensor unpacks like a pair does; overloads would state every argument twice more
-    return cast(Tensor, (result.out, result.residual())) if return_residual else result.out
+    return Solution(result.out, transport, solve, chosen.name, result)
 
 
 def coupling(
@@ -159,30 +169,19 @@ def coupling(
     miss is what it misses. `backend="reference"` gives plans that carry gradients.
     """
     transport = Transport(q, k, k, pivots, log_masses, query_mask, key_mask, query_masses, key_masses)
-    solve = Solve(eps, solver, iters, tol, scale, balance)
+    return couple(transport, Solve(eps, solver, iters, tol, scale, balance), backend)
+
+
+def couple(transport: Transport, solve: Solve, backend: str | None = None) -> Coupling:
+    """The plans behind `solve_attention` with the same arguments; values may be anything as long as there are some."""
     check(transport, solve)
-    transport = transport._replace(v=k[..., :1])  # there are no values, and backends want some
+    transport = transport._replace(v=transport.k[..., :1])  # not looked at, and backends want some
     chosen = backends.TRANSPORT.choose(backend, transport, solve)
-    if chosen is backends.TRANSPORT.reference or q.shape[2] == 0 or k.shape[2] == 0:
-        query_plan, key_plan = reference.plans(transport, solve)
-    else:
-        with torch.no_grad():
-            query_plan, key_plan = reference.plans(transport, solve, chosen.run(transport, solve).potentials())
-    sent_by, received_by = reference.query_masses(transport), reference.key_masses(transport)
-    masses = reference.log_pivot_masses(transport, solve)[:, 0].exp()
-    if balance != "both":
-        masses = (sent_by[..., None] * query_plan).sum(-2)
-    if balance == "none":
-        received_by = (key_plan @ masses[..., None])[..., 0]
-    return Coupling(
-        query_plan=query_plan,
-        key_plan=key_plan,
-        masses=masses,
-        query_masses=sent_by,
-        key_masses=received_by,
-        key_mask=key_mask,
-        backend=chosen.name,
-    )
+    if chosen is backends.TRANSPORT.reference or transport.is_empty:
+        return coupling_of(transport, solve, chosen.name)
+    with torch.no_grad():
+        potentials = chosen.run(transport, solve).potentials()
+    return coupling_of(transport, solve, chosen.name, potentials)
 
 
 def drop_keys(v: Tensor, p: float) -> Tensor:
@@ -191,7 +190,3 @@ def drop_keys(v: Tensor, p: float) -> Tensor:
     A key is dropped in a head with probability `p`; the others count `1 / (1 - p)` times, which keeps the mean.
     """
     return v * F.dropout(torch.ones_like(v[..., :1]), p)
-
-
-def _no_residual(q: Tensor) -> Tensor:
-    return q.new_zeros(q.shape[:2], dtype=reference.solve_dtype(q))

@@ -63,7 +63,7 @@ class Coupling:
         """Worst relative deviation of the column sums from the key masses in force, per head `(B, H)`.
 
         The factors are formed again from the potentials of the backend's solve. In fp32 and at small ε, rounding makes
-        this larger than what the solve itself reached, which `lot_attention(…, return_residual=True)` tells.
+        this larger than what the solve itself reached, which `solve_attention(…).residual` tells.
         """
         return _worst(self.deviations())
 

@@ -54,6 +54,11 @@ class Transport(NamedTuple):
         """R, the number of pivots."""
         return self.q.shape[3] if self.pivots is None else self.pivots.shape[-2]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send, or nothing to receive."""
+        return self.q.shape[2] == 0 or self.k.shape[2] == 0
+
 
 class Solve(NamedTuple):
     """The solve: the temperature of the scores, the solver with its stopping rule, and the marginals to impose."""
