@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from lotformer import attention
+from lotformer.attention.inputs import Inputs
 from lotformer.attention.lot import LOT
+from lotformer.attention.lot_sides import TokenSides
 from lotformer.nn import NearKeys
 
 
@@ -62,7 +64,8 @@ def test_rows_sum_to_one_and_what_is_transported_is_an_exact_plan(options: dict[
     torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 2, 25))
     plan = mechanism.coupling(q, k)
     assert plan.residual().max() < 1e-5
-    near, share = mechanism._near(q, k, torch.eye(25).expand(2, 2, 25, 25), None, None, None)
+    identity = torch.eye(25).expand(2, 2, 25, 25)
+    near, share = TokenSides(mechanism, Inputs(q, k, identity)).near(identity)
     assert near is not None
     assert share is not None
     prefix = mechanism.prefix_tokens

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.padding import zero_padding_to_learn
-from ..ops import Coupling, coupling
 from ..ops.precision import no_autocast
+from .inputs import Inputs
 from .lot import LOT
+from .lot_scores import ScoreSides, forms_keys, reads_of
+from .lot_sides import Sides
 from .masking import either_mask
 from .unformed import Linear, Projections, Reads, Side
 
@@ -41,7 +43,7 @@ class FoldedLOT(LOT):
         reason = why_unfoldable(mechanism)
         if reason is not None:
             raise ValueError(f"this attention cannot be folded: {reason}.")
-        reads = mechanism._reads(projections, projections.weight)
+        reads = reads_of(mechanism, projections, projections.weight)
         made = copy.deepcopy(mechanism)
         made.__class__ = cls
         assert isinstance(made, cls)
@@ -50,7 +52,7 @@ class FoldedLOT(LOT):
         made.masses = None if reads.masses is None else _linear(reads.masses, None)
         kept = None if reads.queries is None else projections
         made.query_key = None if kept is None else _linear(kept.weight.flatten(0, 2), _flat(kept.bias))
-        if not (mechanism.prefix is not None and mechanism.prefix.polarize):
+        if not reads.forms_keys:
             made.pivots.points = None  # type: ignore[assignment]  # they are in the scores
         if made.masses is not None:
             made.key_masses.direction = None
@@ -69,7 +71,7 @@ class FoldedLOT(LOT):
         dtype = self._precision
         with no_autocast(q.device.type):  # a score that was rounded is a wrong plan
             x = zero_padding_to_learn(_tokens(q).to(dtype), either_mask(key_mask, query_mask))
-            out = self._attend_reads(x, self._stored(), v.to(dtype), key_mask, query_mask, grid)
+            out = self._attended(ScoreSides(self, self._stored(), x, v.to(dtype), key_mask, query_mask, grid))
         return out.to(v.dtype)
 
     def attend_input(
@@ -82,37 +84,14 @@ class FoldedLOT(LOT):
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
         """The same for a layer's input `x (B, N, C)` in its precision, and the map that makes values of it."""
-        return self._attend_reads(x, self._stored(), values, key_mask, query_mask, grid)
+        return self._attended(ScoreSides(self, self._stored(), x, values, key_mask, query_mask, grid))
 
     def why_formed(self) -> str | None:
         return "it is folded already"
 
-    def coupling(
-        self,
-        q: Tensor,
-        k: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Coupling:
-        """The plans among the tokens after the prefix; `q` and `k` are the tokens, as in `forward`."""
-        self._check(q, k, k, key_mask, query_mask)
-        q = q.to(self._precision)
-        read = self._read(_tokens(q), self._stored(), key_mask, query_mask)
-        rank = self.pivots.rank
-        return coupling(
-            self._body(read.query_scores),
-            self._body(read.key_scores),
-            torch.eye(rank, dtype=q.dtype, device=q.device).expand(self.num_heads, rank, rank),  # gives scores as such
-            self.pivots.log_masses(q),
-            **self._how_to_solve(),
-            scale=1.0,
-            query_mask=self._body_mask(query_mask),
-            key_mask=self._body_mask(key_mask),
-            key_masses=read.key_masses,
-            backend=self.config.backend,
-        )
+    def _sides(self, x: Inputs) -> Sides:
+        tokens = _tokens(x.q.to(self._precision))
+        return ScoreSides(self, self._stored(), tokens, None, x.key_mask, x.query_mask, x.grid)
 
     @property
     def _precision(self) -> torch.dtype:
@@ -124,7 +103,7 @@ class FoldedLOT(LOT):
         if self.query_key is not None:
             sides = Projections.of(*self._map(self.query_key), self.num_heads, self.head_dim).sides()
         masses = None if self.masses is None else self._map(self.masses).weight
-        return Reads((self._map(self.scores),), masses, *sides, self._forms_keys)
+        return Reads((self._map(self.scores),), masses, *sides, forms_keys(self))
 
     def _map(self, stored: nn.Linear) -> Linear:
         dtype = self._precision

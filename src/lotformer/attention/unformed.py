@@ -127,13 +127,3 @@ class Reads(NamedTuple):
     queries: Side | None
     keys: Side | None
     forms_keys: bool
-
-
-class Read(NamedTuple):
-    """What has been read: scores `(B, H, N, R)`, masses `(B, H, M)`, and what was formed, `(B, H, N, D)`."""
-
-    query_scores: Tensor
-    key_scores: Tensor
-    key_masses: Tensor | None
-    keys: Tensor | None
-    values: Tensor | None

@@ -1,6 +1,6 @@
 """The operators. Tensors in, tensors out: no modules, no parameters."""
 
-from .attention import coupling, lot_attention, lot_attention_from_scores, solve_attention
+from .attention import couple, coupling, lot_attention, lot_attention_from_scores, solve_attention
 from .beside import join, key_masses, pool, window
 from .coupling import Coupling
 from .problem import Solve, Transport
@@ -11,6 +11,7 @@ __all__ = [
     "Solution",
     "Solve",
     "Transport",
+    "couple",
     "coupling",
     "join",
     "key_masses",

@@ -173,9 +173,9 @@ def coupling(
 
 
 def couple(transport: Transport, solve: Solve, backend: str | None = None) -> Coupling:
-    """The plans behind `solve_attention` with the same arguments; values may be anything as long as there are some."""
+    """The plans behind `solve_attention` with the same arguments; the values are not looked at."""
     check(transport, solve)
-    transport = transport._replace(v=transport.k[..., :1])  # not looked at, and backends want some
+    transport = transport._replace(v=transport.k[..., :1])  # backends want some
     chosen = backends.TRANSPORT.choose(backend, transport, solve)
     if chosen is backends.TRANSPORT.reference or transport.is_empty:
         return coupling_of(transport, solve, chosen.name)

@@ -1,0 +1,50 @@
+"""What a mechanism is called with, as one record."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .masking import zero_padding
+
+
+class Inputs(NamedTuple):
+    """The arguments of `Attention.forward`, checked; shapes and meanings are stated there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    grid: tuple[int, int] | None = None
+
+    @property
+    def allowed(self) -> Tensor | None:
+        """The real keys as softmax attention takes them, `(B, 1, 1, M)`; None if all are."""
+        return None if self.key_mask is None else self.key_mask[:, None, None, :]
+
+    def cleaned(self) -> Inputs:
+        """With padded tokens as zeros."""
+        if self.key_mask is None and self.query_mask is None:
+            return self
+        q, k, v, key_mask, query_mask, grid = self
+        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
+        return Inputs(q, k, v, key_mask, query_mask, grid)
+
+    def after(self, prefix: int) -> Inputs:
+        """The tokens after the first few; the grid is theirs already."""
+        if not prefix:
+            return self
+        q, k, v, key_mask, query_mask, grid = self
+        key_mask, query_mask = mask_after(key_mask, prefix), mask_after(query_mask, prefix)
+        return Inputs(q[:, :, prefix:], k[:, :, prefix:], v[:, :, prefix:], key_mask, query_mask, grid)
+
+    def finished(self, out: Tensor) -> Tensor:
+        """An output `(B, H, N, Dv)` in the dtype of the queries, with zeros in the rows of padding."""
+        return zero_padding(out.to(self.q.dtype), self.query_mask)
+
+
+def mask_after(mask: Tensor | None, prefix: int) -> Tensor | None:
+    """The mask of the tokens after the first few."""
+    return mask[:, prefix:] if mask is not None and prefix else mask

@@ -1,0 +1,101 @@
+"""The two sides of an attention as LOT asks about them, and those that are queries and keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ..nn.softmax import fused_softmax
+from ..ops import Transport
+from ..ops.precision import no_autocast
+from .inputs import Inputs
+from .lot_parts import LOTParts
+from .masking import zero_padding
+
+
+class Sides(ABC):
+    """Queries and keys in whatever form they are known; LOT is one computation on either.
+
+    Values are an argument where they are read, since dropout changes them.
+
+    Attributes:
+        v: values of all tokens `(B, H, M, Dv)`. key_mask, query_mask, grid: as in `Attention`, of all tokens.
+        scale: factor of the scores that `transport` leaves to the operator.
+    """
+
+    v: Tensor
+    key_mask: Tensor | None
+    query_mask: Tensor | None
+    grid: tuple[int, int] | None
+    scale: float | None
+
+    @abstractmethod
+    def transport(self, v: Tensor | None, share: Tensor | None) -> Transport:
+        """What is transported among the tokens after the prefix, of whose rows near keys take this share.
+
+        Without values there are any: they do not change the plans.
+        """
+
+    @abstractmethod
+    def rows(self, v: Tensor) -> Tensor:
+        """What the tokens of the prefix read, `(B, H, P, Dv)`."""
+
+    def near(self, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the tokens after the prefix read in their windows, and the share of their rows that it is."""
+        return None, None
+
+
+class TokenSides(Sides):
+    """Queries and keys that are formed."""
+
+    def __init__(self, lot: LOTParts, x: Inputs) -> None:
+        _, _, self.v, self.key_mask, self.query_mask, self.grid = x
+        self.scale = lot.config.scale
+        self.lot, self.x, self.body = lot, x, x.after(lot.prefix_tokens)
+
+    def transport(self, v: Tensor | None, share: Tensor | None) -> Transport:
+        lot = self.lot
+        q, k, _, key_mask, query_mask, _ = self.body
+        points, log_masses = lot.pivots(k)
+        if lot.pooling is not None:
+            points = points + lot.pooling(k, key_mask)
+        query_masses = None if share is None else _left_over(share, query_mask)
+        key_masses = lot.key_masses(q, k, key_mask, query_mask, backend=lot.config.backend)
+        carried = k if v is None else v[:, :, lot.prefix_tokens :]
+        return Transport(q, k, carried, points, log_masses, query_mask, key_mask, query_masses, key_masses)
+
+    def rows(self, v: Tensor) -> Tensor:
+        lot = self.lot
+        assert lot.prefix is not None
+        head = prefix_queries(self.x.q[:, :, : lot.prefix_tokens], self.query_mask)
+        return lot.prefix(head, self.x.k, v, self.key_mask, backend=lot.config.backend)
+
+    def near(self, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if self.lot.near is None or self.body.q.shape[2] == 0:
+            return None, None
+        q, _, _, _, query_mask, grid = self.body
+        near: tuple[Tensor | None, Tensor] = self.lot.near(
+            q, self.x.k, v, self.key_mask, grid, query_mask, backend=self.lot.config.backend
+        )
+        return near
+
+    def softmax(self, v: Tensor) -> Tensor:
+        """What the tokens after the prefix read by softmax over all real keys, in the precision of the queries."""
+        q, k = self.body.q, self.x.k
+        k, v = (zero_padding(x, self.key_mask).to(q.dtype) for x in (k, v))
+        with no_autocast(q.device.type):
+            return zero_padding(fused_softmax(q, k, v, self.x.allowed), self.body.query_mask)
+
+
+def prefix_queries(head: Tensor, query_mask: Tensor | None) -> Tensor:
+    """Clean queries of a prefix `(B, H, P, D)`; the mask is that of all tokens."""
+    return zero_padding(head, None if query_mask is None else query_mask[:, : head.shape[2]])
+
+
+def _left_over(share: Tensor, query_mask: Tensor | None) -> Tensor:
+    """Masses of the queries of which near keys take this share: they have that much less to send."""
+    left = (1 - share).clamp_min(1e-6)
+    if query_mask is not None:
+        left = left.masked_fill(~query_mask[:, None], 0.0)
+    return left / left.sum(-1, keepdim=True).clamp_min(1e-30)
