@@ -22,22 +22,22 @@ class Averaging(attention.Attention):
         self.share = nn.Parameter(torch.full((num_heads, 1, 1), start))
         self.own = own
 
-    def attend(self, q, k, v, key_mask=None, query_mask=None, *, grid=None) -> Tensor:
+    def attend(self, inputs: attention.Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         real = torch.ones_like(k[:, :, :, :1], dtype=torch.bool) if key_mask is None else key_mask[:, None, :, None]
         values = v.masked_fill(~real, 0).float()
         mean = values.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp_min(1)
         out = self.share.float() * mean.expand(*q.shape[:3], -1)
         if self.own and q.shape[2] == k.shape[2]:
             out = out + (1 - self.share.float()) * values
-        out = out if query_mask is None else out.masked_fill(~query_mask[:, None, :, None], 0)
-        return out.to(q.dtype)
+        return inputs.finished(out)
 
 
 class Careless(Averaging):
     """Forgets that there is padding, and mixes samples."""
 
-    def attend(self, q, k, v, key_mask=None, query_mask=None, *, grid=None) -> Tensor:
-        return self.share * v.mean((0, 2), keepdim=True).expand(*q.shape[:3], -1)
+    def attend(self, inputs: attention.Inputs) -> Tensor:
+        return self.share * inputs.v.mean((0, 2), keepdim=True).expand(*inputs.q.shape[:3], -1)
 
 
 def cost(n: int, d: int, **_: object) -> attention.Cost:

@@ -3,6 +3,7 @@
 from .base import Attention, Cost, Entry
 from .config import LocalConv, LOTConfig, Newton, Pivots, Prefix, Sinkhorn, Window
 from .diagnose import Diagnosis, attention_matrix, diagnose
+from .inputs import Inputs
 from .promises import check
 from .registry import build, entry, names, register, unregister
 
@@ -11,6 +12,7 @@ __all__ = [
     "Cost",
     "Diagnosis",
     "Entry",
+    "Inputs",
     "LOTConfig",
     "LocalConv",
     "Newton",

@@ -11,6 +11,7 @@ from ..nn.depthwise import DepthwiseMixing
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class AngularAttention(CleanAttention):
@@ -30,15 +31,8 @@ class AngularAttention(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return "each token keeps half of its own value"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         mixed = 0.5 * v + linear_attention(q, k, v, key_mask=key_mask, normalize=False) / math.pi
         out = F.normalize(mixed, dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.checks import require_count
+from .inputs import Inputs
 from .masking import require_equal_lengths
 
 
@@ -46,20 +47,15 @@ class Attention(nn.Module, ABC):
         self._check(q, k, v, key_mask, query_mask)
         if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
             return q[..., :0] @ q.new_zeros(0, v.shape[3])  # nothing to write or nothing to read
-        return self.attend(q, k, v, key_mask, query_mask, grid=grid)
+        return self.attend(Inputs(q, k, v, key_mask, query_mask, grid))
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """What the mechanism does; `forward` has checked the arguments and there is at least one token a side."""
+    def attend(self, inputs: Inputs) -> Tensor:
+        """What the mechanism does: `(B, H, N, Dv)`, as `forward` returns it.
+
+        `forward` has checked the arguments, and there is at least one token a side. `CleanAttention` leaves a formula
+        on clean tokens to be written.
+        """
 
     @property
     def is_causal(self) -> bool:

@@ -9,7 +9,8 @@ from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks, mask_into_blocks
-from .masking import require_equal_lengths, zero_padding
+from .inputs import Inputs
+from .masking import require_equal_lengths
 
 _PLAN_PERIOD = 4096  # rows of the stored random plan; longer sequences use it again
 
@@ -42,20 +43,11 @@ class BigBird(Attention):
         parts = (torch.arange(random_blocks) + draw) / max(random_blocks, 1)
         self.register_buffer("plan", parts)  # where in the sequence, as a fraction of its blocks
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs.cleaned()
         require_equal_lengths(q, k, "bigbird")
         batch, length = q.shape[0], q.shape[2]
         size = self.block_size
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
         query_blocks, key_blocks, value_blocks = (into_blocks(x, size) for x in (q, k, v))
         real = mask_into_blocks(key_mask, k, size).expand(batch, -1, -1)
         chosen, counted, last = self.blocks(length, key_mask, q.device)
@@ -71,15 +63,14 @@ class BigBird(Attention):
         allowed = (gather(real) & counted[..., None]).flatten(2)[:, :, None, :]
         out = attend_blocks(query_blocks, keys, values, allowed)
 
-        everything = None if key_mask is None else key_mask[:, None, None, :]
         last_index = last.expand(batch)[:, None, None, None, None]
         last_block = torch.take_along_dim(query_blocks, last_index, 2).squeeze(2)
-        ends = fused_softmax(torch.cat([query_blocks[:, :, 0], last_block], 2), k, v, everything)
+        ends = fused_softmax(torch.cat([query_blocks[:, :, 0], last_block], 2), k, v, inputs.allowed)
         first_out, last_out = ends.unflatten(2, (2, size)).unbind(2)
         index = torch.arange(blocks, device=q.device)[:, None, None]
         out = torch.where(index == last_index, last_out[:, :, None], out)
         out = torch.where(index == 0, first_out[:, :, None], out)
-        return zero_padding(out.flatten(2, 3)[:, :, :length].to(q.dtype), query_mask)
+        return inputs.finished(out.flatten(2, 3)[:, :, :length])
 
     def blocks(self, length: int, key_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """What each block attends to and whether that counts, `(B or 1, T, 5 + random)`; the last block, `(B or 1)`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops.precision import no_autocast
 from ..ops.reference import solve_dtype
 from .base import Attention
-from .masking import zero_padding
+from .inputs import Inputs
 
 
 class CleanAttention(Attention):
@@ -19,38 +19,13 @@ class CleanAttention(Attention):
     leave padded keys out of its sums; rows of padded queries, and samples without keys, are zeroed here.
     """
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        dtype = solve_dtype(q)
-        with no_autocast(q.device.type):
-            out = self.mix(
-                zero_padding(q, query_mask).to(dtype),
-                zero_padding(k, key_mask).to(dtype),
-                zero_padding(v, key_mask).to(dtype),
-                key_mask,
-                query_mask,
-                grid,
-            )
-        if key_mask is not None:
-            out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
-        return zero_padding(out, query_mask).to(q.dtype)
+    def attend(self, inputs: Inputs) -> Tensor:
+        with no_autocast(inputs.q.device.type):
+            out = self.mix(inputs.cleaned(solve_dtype(inputs.q)))
+        if inputs.key_mask is not None:
+            out = out.masked_fill(~inputs.key_mask.any(-1)[:, None, None, None], 0.0)
+        return inputs.finished(out)
 
     @abstractmethod
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
-        """The mechanism's formula on clean tokens: `(B, H, N, Dv)` in the dtype of `q`."""
+    def mix(self, inputs: Inputs) -> Tensor:
+        """The mechanism's formula on clean tokens: `(B, H, N, Dv)` in the dtype of the queries."""

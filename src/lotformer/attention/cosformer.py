@@ -12,6 +12,7 @@ from ..nn.checks import require_moderate
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real, rank_among_real
 
 
@@ -27,15 +28,8 @@ class CosFormer(CleanAttention):
         require_moderate("eps", eps, least=0)
         self.eps = eps
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         length = torch.maximum(count_real(q, query_mask), count_real(k, key_mask))
         phi_q = _rotate(F.relu(q), query_mask, length)
         phi_k = _rotate(F.relu(k), key_mask, length)

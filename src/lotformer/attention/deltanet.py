@@ -11,6 +11,7 @@ from ..nn.short_conv import ShortConv
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
+from .inputs import Inputs
 from .masking import require_equal_lengths, zero_padding
 from .recurrent import lower_triangle, require_value_width, run_directions
 
@@ -51,16 +52,8 @@ class DeltaNet(Attention):
     def is_causal(self) -> bool:
         return not self.bidirectional
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         require_equal_lengths(q, k, "deltanet")
         if self.convs is not None or self.norm is not None:
             require_value_width(v, self.head_dim, "deltanet")
@@ -75,7 +68,7 @@ class DeltaNet(Attention):
             out = run_directions(self._causal, (queries, keys, values, beta), self.bidirectional)
             if self.norm is not None:
                 out = F.rms_norm(out, (self.head_dim,), self.norm.to(dtype), eps=1e-5)
-        return zero_padding(out.to(q.dtype), query_mask)
+        return inputs.finished(out)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
         if self.convs is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .masking import zero_padding
+from .inputs import Inputs
 
 
 class DifferentialAttention(Attention):
@@ -42,28 +42,18 @@ class DifferentialAttention(Attention):
         first, second = (self.query_lambda * self.key_lambda).sum(-1).exp()
         return first - second + self.start
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, *_ = inputs.cleaned()
         if self.norm is not None and v.shape[-1] != self.head_dim:
             raise ValueError(f"diff normalises values of width head_dim={self.head_dim}, got {v.shape[-1]}.")
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
         # both halves in one call: the second half of the heads is the second attention
         halves_q, halves_k = (torch.cat(x.chunk(2, -1), 1) for x in (q, k))
-        both = fused_softmax(halves_q, halves_k, v.repeat(1, 2, 1, 1), allowed)
+        both = fused_softmax(halves_q, halves_k, v.repeat(1, 2, 1, 1), inputs.allowed)
         first, second = both.to(torch.promote_types(q.dtype, torch.float32)).chunk(2, 1)
         out = first - self.balance() * second
         if self.norm is not None:
             out = F.rms_norm(out, (self.head_dim,), self.norm.to(out.dtype), eps=1e-5) * (1 - self.start)
-        return zero_padding(out.to(q.dtype), query_mask)
+        return inputs.finished(out)
 
 
 def cost(n: int, d: int, **_: object) -> Cost:

@@ -8,20 +8,14 @@ from torch import Tensor
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class EfficientAttention(CleanAttention):
     """`softmax_features(q) (softmax_tokens(k)ᵀ v)`: rows of the matrix sum to 1 with no further normaliser."""
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         if key_mask is not None:
             k = k.masked_fill(~key_mask[:, None, :, None], torch.finfo(k.dtype).min)
         return linear_attention(q.softmax(-1), k.softmax(-2), v, key_mask=key_mask, normalize=False)

@@ -9,6 +9,7 @@ from ..nn.depthwise import DepthwiseMixing
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class EnhancedAttention(CleanAttention):
@@ -33,15 +34,8 @@ class EnhancedAttention(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return None if self.local is None else "its convolution of the values; local_conv=False removes it"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, _, grid = inputs
         out = linear_attention(F.relu(q), F.relu(k), v, key_mask=key_mask, eps=1e-15)
         return out if self.local is None else out + self.local(v, grid)
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..nn.checks import require_moderate
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real, shared_mask, zero_padding
 
 # elements of one temporary: slices are worked off in groups of at most this size, and recomputed in the backward.
@@ -87,15 +88,8 @@ class ESPFormer(SlicedPlans):
         require_moderate("tau", tau, least=1e-20)
         self.tau = tau
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         mask = shared_mask(key_mask, query_mask)
         q, k, v = zero_padding(q, mask), zero_padding(k, mask), zero_padding(v, mask)
         batch, heads, length, dim = q.shape

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import Cost, Entry
 from .espformer import GROUP_ELEMENTS, SlicedPlans
+from .inputs import Inputs
 from .masking import count_real, shared_mask, zero_padding
 
 
@@ -20,15 +21,8 @@ class HardESPFormer(SlicedPlans):
     and not at all with `temperature=0`.
     """
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         mask = shared_mask(key_mask, query_mask)
         q, k, v = zero_padding(q, mask), zero_padding(k, mask), zero_padding(v, mask)
         partners = _partners(q, k, mask)

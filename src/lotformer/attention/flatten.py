@@ -12,6 +12,7 @@ from ..nn.feature_maps import ChannelScale, TokenPositions
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real
 
 
@@ -51,15 +52,8 @@ class FocusedAttention(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return None if self.local is None else "its convolution of the values; local_conv=False removes it"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, _, grid = inputs
         if self.positions is not None:
             k = self.positions(k, grid)
         eps = 1e-6 * count_real(k, key_mask)

@@ -58,16 +58,8 @@ class FoldedLOT(LOT):
             made.key_masses.direction = None
         return made
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, _, v, key_mask, query_mask, grid = inputs
         dtype = self._precision
         with no_autocast(q.device.type):  # a score that was rounded is a wrong plan
             x = zero_padding_to_learn(_tokens(q).to(dtype), either_mask(key_mask, query_mask))
@@ -89,9 +81,9 @@ class FoldedLOT(LOT):
     def why_formed(self) -> str | None:
         return "it is folded already"
 
-    def _sides(self, x: Inputs) -> Sides:
-        tokens = _tokens(x.q.to(self._precision))
-        return ScoreSides(self, self._stored(), tokens, None, x.key_mask, x.query_mask, x.grid)
+    def _sides(self, inputs: Inputs) -> Sides:
+        q, _, _, key_mask, query_mask, grid = inputs
+        return ScoreSides(self, self._stored(), _tokens(q.to(self._precision)), None, key_mask, query_mask, grid)
 
     @property
     def _precision(self) -> torch.dtype:

@@ -11,6 +11,7 @@ from ..nn.feature_maps import HeadwiseLinear, exponential_features
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 Activation = Literal["exp", "softmax"]
 
@@ -34,15 +35,8 @@ class Hedgehog(CleanAttention):
         self.query_map = HeadwiseLinear(num_heads, head_dim, head_dim, bias=bias, init="identity")
         self.key_map = None if tied else HeadwiseLinear(num_heads, head_dim, head_dim, bias=bias, init="identity")
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         phi_q, phi_k = self.features(q, k, key_mask)
         return linear_attention(phi_q, phi_k, v, key_mask=key_mask)
 

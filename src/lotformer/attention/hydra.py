@@ -7,6 +7,7 @@ from torch.linalg import vector_norm
 
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class Hydra(CleanAttention):
@@ -15,15 +16,8 @@ class Hydra(CleanAttention):
     Each channel is a head of its own, so that the layer's heads only matter through that common length.
     """
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, *_ = inputs
         if v.shape[-1] != self.head_dim:
             raise ValueError(
                 f"Hydra multiplies keys and values: expected values of {self.head_dim}, got {v.shape[-1]}."

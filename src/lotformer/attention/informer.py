@@ -11,7 +11,7 @@ from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
-from .masking import zero_padding
+from .inputs import Inputs
 
 _LONGEST = 2**24
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -38,32 +38,22 @@ class Informer(Attention):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("shifts", torch.rand(most, dtype=torch.float64, generator=generator))
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs.cleaned()
         n, width = q.shape[2:]
         queries, keys = self._real(q, query_mask), self._real(k, key_mask)
         active = min(self._budget(n), n)
         order = self._selectivity(q.detach(), k.detach(), key_mask, query_mask, keys).topk(active, -1).indices
 
         chosen = torch.gather(q, 2, order[..., None].expand(-1, -1, -1, width))
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
-        attended = fused_softmax(chosen, k, v, allowed).to(q.dtype)
+        attended = fused_softmax(chosen, k, v, inputs.allowed).to(q.dtype)
         total = v.sum(2, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32))
         mean = (total / keys.clamp_min(1)[:, None, None, None]).to(q.dtype)
         # a padded sample is entitled to fewer rows of softmax than the padded length
         entitled = torch.arange(active, device=q.device) < self._budgets(queries)[:, None]
         attended = torch.where(entitled[:, None, :, None], attended, mean)
         out = mean.expand(-1, -1, n, -1).scatter(2, order[..., None].expand_as(attended), attended)
-        return zero_padding(out, query_mask)
+        return inputs.finished(out)
 
     @torch.no_grad()
     def _selectivity(

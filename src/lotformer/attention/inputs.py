@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .masking import zero_padding
@@ -24,12 +25,15 @@ class Inputs(NamedTuple):
         """The real keys as softmax attention takes them, `(B, 1, 1, M)`; None if all are."""
         return None if self.key_mask is None else self.key_mask[:, None, None, :]
 
-    def cleaned(self) -> Inputs:
-        """With padded tokens as zeros."""
-        if self.key_mask is None and self.query_mask is None:
-            return self
+    def cleaned(self, dtype: torch.dtype | None = None) -> Inputs:
+        """With padded tokens as zeros; in this precision, if one is given."""
         q, k, v, key_mask, query_mask, grid = self
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
+        if query_mask is not None:
+            q = zero_padding(q, query_mask)
+        if key_mask is not None:
+            k, v = zero_padding(k, key_mask), zero_padding(v, key_mask)
+        if dtype is not None:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         return Inputs(q, k, v, key_mask, query_mask, grid)
 
     def after(self, prefix: int) -> Inputs:

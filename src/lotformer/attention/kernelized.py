@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class KernelizedAttention(CleanAttention):
@@ -18,15 +19,8 @@ class KernelizedAttention(CleanAttention):
     Scores are never positive, so that the added key loses no precision.
     """
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         batch, heads, length, _ = k.shape
         scale = self.head_dim**-0.25
         q, k = q * scale, k * scale

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class LinearTransformer(CleanAttention):
@@ -17,15 +18,8 @@ class LinearTransformer(CleanAttention):
         super().__init__(head_dim, num_heads)
         self.eps = eps
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         return linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, key_mask=key_mask, eps=self.eps)
 
 

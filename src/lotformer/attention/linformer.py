@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..nn.checks import require_count
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class Linformer(CleanAttention):
@@ -36,15 +37,8 @@ class Linformer(CleanAttention):
         for projection in self.parameters():
             nn.init.normal_(projection, std=projection.shape[1] ** -0.5)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, *_ = inputs
         length = k.shape[2]
         if length > self.max_length:
             raise ValueError(

@@ -7,7 +7,8 @@ from torch import Tensor
 from ..nn.checks import require_count
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks, mask_into_blocks
-from .masking import require_equal_lengths, zero_padding
+from .inputs import Inputs
+from .masking import require_equal_lengths
 
 
 class LocalAttention(Attention):
@@ -21,24 +22,15 @@ class LocalAttention(Attention):
         require_count("block_size", block_size)
         self.block_size = block_size
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs.cleaned()
         require_equal_lengths(q, k, "local")
         length, size = q.shape[2], min(self.block_size, max(q.shape[2], 1))
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
         allowed = None
         if key_mask is not None or length % size:
             allowed = mask_into_blocks(key_mask, k, size)[:, :, None, :]
         out = attend_blocks(into_blocks(q, size), into_blocks(k, size), into_blocks(v, size), allowed)
-        return zero_padding(out.flatten(2, 3)[:, :, :length].to(q.dtype), query_mask)
+        return inputs.finished(out.flatten(2, 3)[:, :, :length])
 
 
 def cost(n: int, d: int, *, block_size: int = 64, **_: object) -> Cost:

@@ -10,7 +10,8 @@ from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
 from .blocks import attend_blocks, into_blocks
-from .masking import require_equal_lengths, zero_padding
+from .inputs import Inputs
+from .masking import require_equal_lengths
 
 
 class Longformer(Attention):
@@ -31,26 +32,17 @@ class Longformer(Attention):
         self.reach = window // 2
         self.global_tokens = global_tokens
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs.cleaned()
         require_equal_lengths(q, k, "longformer")
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
-        everything = None if key_mask is None else key_mask[:, None, None, :]
+        everything = inputs.allowed
         if q.shape[2] <= self.reach + 1:
-            return zero_padding(fused_softmax(q, k, v, everything).to(q.dtype), query_mask)
+            return inputs.finished(fused_softmax(q, k, v, everything))
         out = self._windows(q, k, v, key_mask)
         if self.global_tokens:
             rows = fused_softmax(q[:, :, : self.global_tokens], k, v, everything)
             out = torch.cat([rows, out[:, :, self.global_tokens :]], 2)
-        return zero_padding(out.to(q.dtype), query_mask)
+        return inputs.finished(out)
 
     def _windows(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Blocks of `reach` queries attend to their own block of keys and its two neighbours, cut to the band."""

@@ -38,19 +38,10 @@ class LOT(LOTParts):
     def __init__(self, head_dim: int, num_heads: int, config: LOTConfig | None = None, **options: Any) -> None:
         super().__init__(head_dim, num_heads, LOTConfig.of(config, options))
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        sides = self._token_sides(Inputs(q, k, v, key_mask, query_mask, grid))
-        if self._is_read_whole(q, grid):
-            v = self._dropped(v)
+    def attend(self, inputs: Inputs) -> Tensor:
+        sides = self._token_sides(inputs)
+        if self._is_read_whole(inputs.q, inputs.grid):
+            v = self._dropped(inputs.v)
             return self._joined(sides, v, sides.softmax(v))
         return self._attended(sides)
 
@@ -129,18 +120,18 @@ class LOT(LOTParts):
         _, share = sides.near(None)
         return couple(sides.transport(None, share), self.solve(sides.scale), self.config.backend)
 
-    def _sides(self, x: Inputs) -> Sides:
+    def _sides(self, inputs: Inputs) -> Sides:
         """What the arguments of `forward` stand for; values are not looked at."""
-        return self._token_sides(x)
+        return self._token_sides(inputs)
 
-    def _token_sides(self, x: Inputs) -> TokenSides:
+    def _token_sides(self, inputs: Inputs) -> TokenSides:
         parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.near}
         needy = [name for name, part in parts.items() if part is not None]
-        queries, keys = x.q.shape[2], x.k.shape[2]
+        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
         if needy and queries != keys:
             raise ValueError(f"{' and '.join(needy)}: self-attention only, got {queries} queries and {keys} keys.")
         self.require_prefix(queries)
-        return TokenSides(self, x)
+        return TokenSides(self, inputs)
 
     def why_formed(self) -> str | None:
         """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""

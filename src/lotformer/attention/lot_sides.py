@@ -49,10 +49,10 @@ class Sides(ABC):
 class TokenSides(Sides):
     """Queries and keys that are formed."""
 
-    def __init__(self, lot: LOTParts, x: Inputs) -> None:
-        _, _, self.v, self.key_mask, self.query_mask, self.grid = x
+    def __init__(self, lot: LOTParts, inputs: Inputs) -> None:
+        _, _, self.v, self.key_mask, self.query_mask, self.grid = inputs
         self.scale = lot.config.scale
-        self.lot, self.x, self.body = lot, x, x.after(lot.prefix_tokens)
+        self.lot, self.whole, self.body = lot, inputs, inputs.after(lot.prefix_tokens)
 
     def transport(self, v: Tensor | None, share: Tensor | None) -> Transport:
         lot = self.lot
@@ -68,24 +68,24 @@ class TokenSides(Sides):
     def rows(self, v: Tensor) -> Tensor:
         lot = self.lot
         assert lot.prefix is not None
-        head = prefix_queries(self.x.q[:, :, : lot.prefix_tokens], self.query_mask)
-        return lot.prefix(head, self.x.k, v, self.key_mask, backend=lot.config.backend)
+        head = prefix_queries(self.whole.q[:, :, : lot.prefix_tokens], self.query_mask)
+        return lot.prefix(head, self.whole.k, v, self.key_mask, backend=lot.config.backend)
 
     def near(self, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if self.lot.near is None or self.body.q.shape[2] == 0:
             return None, None
         q, _, _, _, query_mask, grid = self.body
         near: tuple[Tensor | None, Tensor] = self.lot.near(
-            q, self.x.k, v, self.key_mask, grid, query_mask, backend=self.lot.config.backend
+            q, self.whole.k, v, self.key_mask, grid, query_mask, backend=self.lot.config.backend
         )
         return near
 
     def softmax(self, v: Tensor) -> Tensor:
         """What the tokens after the prefix read by softmax over all real keys, in the precision of the queries."""
-        q, k = self.body.q, self.x.k
+        q, k = self.body.q, self.whole.k
         k, v = (zero_padding(x, self.key_mask).to(q.dtype) for x in (k, v))
         with no_autocast(q.device.type):
-            return zero_padding(fused_softmax(q, k, v, self.x.allowed), self.body.query_mask)
+            return zero_padding(fused_softmax(q, k, v, self.whole.allowed), self.body.query_mask)
 
 
 def prefix_queries(head: Tensor, query_mask: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..nn.checks import require_count, require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
+from .inputs import Inputs
 from .masking import zero_padding
 
 _NO_MASS = -1e4  # of padding, in logarithm: exp gives zero in every precision, and nothing is infinite
@@ -66,20 +67,12 @@ class LowRankOT(Attention):
         draw = torch.randn(num_heads, rank, head_dim, generator=torch.Generator().manual_seed(seed))
         self.register_buffer("directions", draw)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         query_plan, key_plan = self.factors(q, k, key_mask, query_mask)
         with no_autocast(q.device.type):
             out = query_plan @ (key_plan.mT @ zero_padding(v, key_mask).to(key_plan.dtype))
-        return zero_padding(out, query_mask).to(q.dtype)
+        return inputs.finished(out)
 
     def factors(
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None

@@ -13,6 +13,7 @@ from ..nn.short_conv import ShortConv
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
 from .blocks import into_blocks
+from .inputs import Inputs
 from .masking import require_equal_lengths, zero_padding
 from .recurrent import lower_triangle, require_value_width, run_directions
 
@@ -78,16 +79,8 @@ class Mamba2(Attention):
     def is_causal(self) -> bool:
         return not self.bidirectional
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         require_equal_lengths(q, k, "mamba2")
         if self.convs is not None or self.norm is not None:
             require_value_width(v, self.head_dim, "mamba2")
@@ -104,7 +97,7 @@ class Mamba2(Attention):
                 out = out * F.silu(queries @ self.gate.to(dtype))
             if self.norm is not None:
                 out = self._normalize(out, self.norm.to(dtype))
-        return zero_padding(out.to(q.dtype), query_mask)
+        return inputs.finished(out)
 
     def _normalize(self, out: Tensor, weight: Tensor) -> Tensor:
         """Root mean square norm over groups of the channels of all heads, `(B, H, N, D)` in and out."""

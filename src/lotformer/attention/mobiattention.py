@@ -9,6 +9,7 @@ from ..nn.checks import require_moderate
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real
 
 
@@ -28,15 +29,8 @@ class MobiAttention(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return "the flows of a token compare its query with its key"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         q, k = q.sigmoid(), k.sigmoid()
         incoming = q / self._flow(q, k)
         outgoing = k / self._flow(k, q)

@@ -11,6 +11,7 @@ from ..nn.inverse import iterative_pseudo_inverse
 from ..nn.softmax import fused_softmax
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real, rank_among_real
 
 
@@ -45,15 +46,8 @@ class Nystromformer(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return None if self.local is None else "its convolution of the values; conv_kernel=None removes it"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         q = q * self.head_dim**-0.5
         # fewer tokens than landmarks leave segments empty: those neither read nor are read
         q_land, q_used = segment_means(q, query_mask, self.landmarks)
@@ -62,7 +56,7 @@ class Nystromformer(CleanAttention):
         if q_used is not None:
             between = between * q_used[..., None]
         inverse = iterative_pseudo_inverse(between, self.inverse_iters)
-        read = fused_softmax(q_land, k, v, None if key_mask is None else key_mask[:, None, None], scale=1.0)
+        read = fused_softmax(q_land, k, v, inputs.allowed, scale=1.0)
         out = fused_softmax(q, k_land, inverse @ read, None if k_used is None else k_used[..., None, :], scale=1.0)
         return out if self.local is None else out + self.local(v)
 

@@ -12,6 +12,7 @@ from ..nn.feature_maps import exponential_features
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class Performer(CleanAttention):
@@ -47,15 +48,8 @@ class Performer(CleanAttention):
         lengths = torch.randn(self.features, self.head_dim, generator=generator).norm(dim=-1, keepdim=True)
         self.projection.copy_(directions * lengths)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         scale = self.head_dim**-0.25
         projection = self.projection.to(q.dtype) * scale
         # |q|²/2 is constant along a row of the matrix and cancels

@@ -10,6 +10,7 @@ from ..nn.depthwise import DepthwiseMixing
 from ..nn.feature_maps import ChannelScale, HeadwiseLinear, TokenPositions
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real, zero_padding
 
 _LARGEST_POWER = 16  # of inputs of tens, in fp32
@@ -55,15 +56,8 @@ class PolaFormer(CleanAttention):
     def why_equal_lengths(self) -> str | None:
         return None if self.local is None else "its convolution of the values; local_conv=False removes it"
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, _, grid = inputs
         if self.gate is not None and v.shape[-1] != self.head_dim:
             raise ValueError(f"the gate expects values of dimension {self.head_dim}, got {v.shape[-1]}.")
         gate = None if self.gate is None else self.gate(q)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..nn.checks import require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
+from .inputs import Inputs
 from .masking import require_equal_lengths, shared_mask, zero_padding
 
 
@@ -31,16 +32,8 @@ class QuantumDS(Attention):
         require_moderate("ridge", ridge, least=0)
         self.ridge = ridge
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         require_equal_lengths(q, k, "quantum-ds")
         if self.ridge == 0 and q.shape[2] > self.head_dim:
             raise ValueError(

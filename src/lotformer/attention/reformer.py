@@ -9,6 +9,7 @@ from torch import Tensor
 from ..nn.checks import require_count, require_moderate
 from ..ops.precision import no_autocast
 from .base import Attention, Cost, Entry
+from .inputs import Inputs
 from .masking import require_equal_lengths, shared_mask, zero_padding
 
 _SELF_SCORE = -1e5  # a token attends to itself only when it has no other company
@@ -74,16 +75,8 @@ class Reformer(Attention):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("rotations", torch.randn(num_heads, num_hashes, head_dim, most // 2, generator=generator))
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         require_equal_lengths(q, k, "reformer")
         mask = shared_mask(key_mask, query_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..nn.checks import require_count, require_moderate
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real
 
 
@@ -37,15 +38,8 @@ class Sinkformer(CleanAttention):
         self.eps = eps
         self.scale = head_dim**-0.5 if scale is None else scale
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         scores = (q * (self.scale / self.eps)) @ k.mT
         log_a = _log_masses(q, query_mask)[..., None]
         log_b = _log_masses(k, key_mask)[..., None, :]

@@ -9,6 +9,7 @@ from ..nn.checks import require_moderate
 from ..nn.inverse import iterative_pseudo_inverse
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 from .masking import count_real
 
 
@@ -41,15 +42,8 @@ class Skyformer(CleanAttention):
         half = self.positions.shape[1]
         self.positions.copy_((torch.arange(half) + torch.rand(2, half, generator=generator)) / half)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         scale = self.head_dim**-0.25
         q, k = q * scale, k * scale
         sampled = torch.cat(

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..nn.checks import require_moderate, require_probability
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
-from .masking import zero_padding
+from .inputs import Inputs
 
 
 class SoftmaxAttention(Attention):
@@ -21,20 +21,10 @@ class SoftmaxAttention(Attention):
         self.scale = scale
         self.dropout = dropout
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        q, k, v = zero_padding(q, query_mask), zero_padding(k, key_mask), zero_padding(v, key_mask)
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
-        out = fused_softmax(q, k, v, allowed, self.scale, self.dropout if self.training else 0.0)
-        return zero_padding(out, query_mask).to(q.dtype)  # autocast may have lowered it
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, *_ = inputs.cleaned()
+        out = fused_softmax(q, k, v, inputs.allowed, self.scale, self.dropout if self.training else 0.0)
+        return inputs.finished(out)  # autocast may have lowered it
 
 
 def cost(n: int, d: int, **_: object) -> Cost:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..nn.checks import require_count
 from ..nn.softmax import fused_softmax
 from .base import Attention, Cost, Entry
+from .inputs import Inputs
 from .masking import zero_padding
 
 Kind = Literal["random", "factorized", "dense"]
@@ -52,21 +53,13 @@ class Synthesizer(Attention):
             nn.init.normal_(self.inner, std=head_dim**-0.5)
             nn.init.normal_(self.outer, std=hidden**-0.5)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, *_ = inputs
         n, m = q.shape[2], k.shape[2]
         if max(n, m) > self.max_length:
             raise ValueError(f"synthesizer was built for max_length={self.max_length}, got {n} queries and {m} keys.")
         q, v = zero_padding(q, query_mask), zero_padding(v, key_mask)
-        allowed = None if key_mask is None else key_mask[:, None, None, :]
+        allowed = inputs.allowed
         if self.kind == "random":
             out = self._mix(self.scores[:, :n, :m], v, allowed)
         else:
@@ -74,7 +67,7 @@ class Synthesizer(Attention):
             batch = q.shape[0]
             rows, columns = (x.to(v.dtype).expand(batch, -1, -1, -1) for x in (rows, columns))
             out = fused_softmax(rows, columns, v, allowed, scale=1.0)
-        return zero_padding(out.to(q.dtype), query_mask)
+        return inputs.finished(out)
 
     def _factors(self, q: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
         """Factors of the scores, so that the fused kernel can form them block by block."""

@@ -10,6 +10,7 @@ from ..nn.feature_maps import HeadwiseLinear
 from ..nn.linear import linear_attention
 from .base import Cost, Entry
 from .clean import CleanAttention
+from .inputs import Inputs
 
 
 class T2R(CleanAttention):
@@ -42,15 +43,8 @@ class T2R(CleanAttention):
         self.query_map = HeadwiseLinear(num_heads, head_dim, features)
         self.key_map = None if tied else HeadwiseLinear(num_heads, head_dim, features)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        grid: tuple[int, int] | None,
-    ) -> Tensor:
+    def mix(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, *_ = inputs
         key_map = self.query_map if self.key_map is None else self.key_map
         phi_q, phi_k = F.relu(self.query_map(self.scale * q)), F.relu(key_map(k))
         return linear_attention(phi_q, phi_k, v, key_mask=key_mask, floor=self.floor)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import attention
 from ..attention.base import Attention
+from ..attention.inputs import Inputs
 from ..attention.masking import zero_padding
 from ..layers import AttentionLayer
 from ..nn.grids import Grid, GridSource
@@ -39,22 +40,13 @@ class PrefixedAttention(Attention):
     def why_equal_lengths(self) -> str | None:
         return "its special tokens are queries and keys"
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: Grid | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, key_mask, query_mask, _ = inputs
         special = self.prefix_tokens
         rows = self.prefix(zero_padding(q, query_mask)[:, :, :special], k, v, key_mask)
         rows = zero_padding(rows, None if query_mask is None else query_mask[:, :special])
-        q, k, v = (x[:, :, special:] for x in (q, k, v))
-        key_mask, query_mask = (None if mask is None else mask[:, special:] for mask in (key_mask, query_mask))
-        return torch.cat([rows, self.inner(q, k, v, key_mask, query_mask, grid=grid)], 2)
+        *patches, grid = inputs.after(special)
+        return torch.cat([rows, self.inner(*patches, grid=grid)], 2)
 
 
 class ImageAttention(AttentionLayer):

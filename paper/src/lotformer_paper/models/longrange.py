@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer import attention as mechanisms
-from lotformer.attention.base import Attention
+from lotformer.attention import Attention, Inputs
 from lotformer.attention.masking import zero_padding
 from lotformer.layers import AttentionLayer
 from lotformer.nn.depthwise import DepthwiseMixing
@@ -173,18 +173,10 @@ class LocallyMixed(Attention):
     def why_equal_lengths(self) -> str | None:
         return "its convolution runs over the tokens of both"
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        *,
-        grid: tuple[int, int] | None = None,
-    ) -> Tensor:
-        mixed = zero_padding(self.local(zero_padding(v, key_mask), grid), query_mask)
-        return self.inner(q, k, v, key_mask, query_mask, grid=grid) + mixed
+    def attend(self, inputs: Inputs) -> Tensor:
+        *tokens, grid = inputs
+        mixed = zero_padding(self.local(zero_padding(inputs.v, inputs.key_mask), grid), inputs.query_mask)
+        return self.inner(*tokens, grid=grid) + mixed
 
 
 def _layer(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer import conversion
-from lotformer.attention import Attention
+from lotformer.attention import Attention, Inputs
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import Listener
 from lotformer.conversion.hosts.sites import substituted
@@ -97,8 +97,8 @@ class _Approximate(Attention):
         super().__init__(mechanism.head_dim, mechanism.num_heads)
         self.rank, self.near, self.look = rank, near, look
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None,
-               query_mask: Tensor | None = None, *, grid: tuple[int, int] | None = None) -> Tensor:  # fmt: skip
+    def attend(self, inputs: Inputs) -> Tensor:
+        q, k, v, _, _, grid = inputs
         matrix = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
         if self.look is not None:
             self.look(matrix, v, grid)
