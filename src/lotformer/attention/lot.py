@@ -17,7 +17,7 @@ from .config import OPTIONS, LOTConfig, Sinkhorn
 from .inputs import Inputs
 from .lot_parts import LOTParts
 from .lot_scores import ScoreSides, is_cheaper, reads_of
-from .lot_sides import Sides, TokenSides
+from .lot_sides import Sides, TokenSides, clean_prefix
 from .masking import zero_padding
 from .options import documents
 from .unformed import Linear, Projections
@@ -62,7 +62,7 @@ class LOT(LOTParts):
         return self._attended(ScoreSides(self, reads_of(self, projections, x), x, values, key_mask, query_mask, grid))
 
     def _attended(self, sides: Sides) -> Tensor:
-        """The one computation, of sides in either form."""
+        """The output for sides in either form: near keys, the transport of the rest, the prefix, local mixing."""
         v = self._dropped(sides.v)
         near, share = sides.near(v)
         transport = sides.transport(v, share)
@@ -86,8 +86,7 @@ class LOT(LOTParts):
             )
         if rows is None:
             return out
-        if sides.query_mask is not None:
-            rows = zero_padding(rows, sides.query_mask[:, : self.prefix_tokens])
+        rows = clean_prefix(rows, sides.query_mask)
         # token by token in memory, as the layer reads it next: one copy instead of two
         return torch.cat([rows.transpose(1, 2), out.transpose(1, 2)], 1).transpose(1, 2)
 

@@ -9,7 +9,7 @@ from ..nn.key_masses import masses_of, mean_of_real
 from ..ops import Transport
 from .inputs import mask_after
 from .lot_parts import LOTParts
-from .lot_sides import Sides, prefix_queries
+from .lot_sides import Sides, clean_prefix
 from .masking import zero_padding
 from .unformed import Linear, Projections, Reads, at_once, products_by_head
 
@@ -70,7 +70,7 @@ class ScoreSides(Sides):
         assert lot.prefix is not None
         assert queries is not None
         assert keys is not None
-        head = prefix_queries(queries.formed(self.x[:, : lot.prefix_tokens]).transpose(1, 2), self.query_mask)
+        head = clean_prefix(queries.formed(self.x[:, : lot.prefix_tokens]).transpose(1, 2), self.query_mask)
         if self.keys is not None:
             rows: Tensor = lot.prefix(head, self.keys, v, self.key_mask, backend=lot.config.backend)
             return rows

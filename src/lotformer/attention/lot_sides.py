@@ -68,7 +68,7 @@ class TokenSides(Sides):
     def rows(self, v: Tensor) -> Tensor:
         lot = self.lot
         assert lot.prefix is not None
-        head = prefix_queries(self.whole.q[:, :, : lot.prefix_tokens], self.query_mask)
+        head = clean_prefix(self.whole.q[:, :, : lot.prefix_tokens], self.query_mask)
         return lot.prefix(head, self.whole.k, v, self.key_mask, backend=lot.config.backend)
 
     def near(self, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -88,9 +88,9 @@ class TokenSides(Sides):
             return zero_padding(fused_softmax(q, k, v, self.whole.allowed), self.body.query_mask)
 
 
-def prefix_queries(head: Tensor, query_mask: Tensor | None) -> Tensor:
-    """Clean queries of a prefix `(B, H, P, D)`; the mask is that of all tokens."""
-    return zero_padding(head, None if query_mask is None else query_mask[:, : head.shape[2]])
+def clean_prefix(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens of a prefix `(B, H, P, D)` with zeros for padding; the mask is that of all tokens."""
+    return x if mask is None else zero_padding(x, mask[:, : x.shape[2]])
 
 
 def _left_over(share: Tensor, query_mask: Tensor | None) -> Tensor:
