@@ -51,10 +51,10 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def attend(self, inputs: Inputs) -> Tensor:
-        """What the mechanism does: `(B, H, N, Dv)`, as `forward` returns it.
+        """The mixed values `(B, H, N, Dv)`, as `forward` returns them.
 
-        `forward` has checked the arguments, and there is at least one token a side. `CleanAttention` leaves a formula
-        on clean tokens to be written.
+        `forward` has checked the inputs; there is at least one token a side. A mechanism that is a formula on clean
+        tokens can implement `mix` of `CleanAttention` instead.
         """
 
     @property

@@ -18,7 +18,7 @@ from .unformed import Linear, Projections, Reads, Side
 
 
 class FoldedLOT(LOT):
-    """What `lotformer.fold` puts in place of `LOT`: the same function, of the input of the layer.
+    """The form of `LOT` that `lotformer.fold` installs: the same function, of the input of the layer.
 
     Queries and keys are not formed any more. In their place `forward` and `coupling` take the tokens themselves,
     `x (B, N, C)` cut into pieces as wide as a head, `(B, C / D, N, D)`, twice: that is what a host hands over whose
@@ -87,7 +87,7 @@ class FoldedLOT(LOT):
 
     @property
     def _precision(self) -> torch.dtype:
-        """What it computes in: at least fp32, also where its weights were rounded to less after folding."""
+        """The precision of the computation: at least fp32, also if the weights were rounded to less after folding."""
         return torch.promote_types(self.scores.weight.dtype, torch.float32)
 
     def _stored(self) -> Reads:

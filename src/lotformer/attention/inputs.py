@@ -1,4 +1,4 @@
-"""What a mechanism is called with, as one record."""
+"""The arguments of a mechanism as one record."""
 
 from __future__ import annotations
 

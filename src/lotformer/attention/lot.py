@@ -55,9 +55,9 @@ class LOT(LOTParts):
         *,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """What `forward` makes of the queries, keys and values that a layer would form of its input `x (B, N, C)`.
+        """`forward` for a layer with these projections and input `x (B, N, C)`, without forming queries and keys.
 
-        The same to rounding, with gradients for the projections; `why_formed` says whether it can be had.
+        Equal to rounding, with gradients for the projections. `why_formed` names the instances that cannot do it.
         """
         return self._attended(ScoreSides(self, reads_of(self, projections, x), x, values, key_mask, query_mask, grid))
 
@@ -78,7 +78,7 @@ class LOT(LOTParts):
         return drop_keys(v, self.config.dropout) if self.training and self.config.dropout > 0 else v
 
     def _joined(self, sides: Sides, v: Tensor, out: Tensor) -> Tensor:
-        """What the tokens after the prefix receive with local mixing added, behind the rows of the prefix."""
+        """The rows of the prefix, and behind them the output of the other tokens with local mixing added."""
         rows = None if self.prefix is None else sides.rows(v)
         if self.local is not None:
             return self.local.joined(
@@ -91,7 +91,7 @@ class LOT(LOTParts):
         return torch.cat([rows.transpose(1, 2), out.transpose(1, 2)], 1).transpose(1, 2)
 
     def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:
-        """Whether nothing is left to transport, so that fused softmax gives the same for less.
+        """True if nothing is left to transport, so that fused softmax computes the same with less work.
 
         Not while learning, where parameters without a gradient would surprise whoever averages gradients over
         processes, nor for an exported model, whose length may not be known.
@@ -120,7 +120,7 @@ class LOT(LOTParts):
         return couple(sides.transport(None, share), self.solve(sides.scale), self.config.backend)
 
     def _sides(self, inputs: Inputs) -> Sides:
-        """What the arguments of `forward` stand for; values are not looked at."""
+        """The sides that the arguments of `forward` stand for; values are not read."""
         return self._token_sides(inputs)
 
     def _token_sides(self, inputs: Inputs) -> TokenSides:
@@ -133,17 +133,17 @@ class LOT(LOTParts):
         return TokenSides(self, inputs)
 
     def why_formed(self) -> str | None:
-        """Why this instance needs its queries and keys formed, or None if it can read them off the layer's input."""
+        """The reason why this instance needs its queries and keys formed, or None if it can read the input."""
         if self.near is not None:
             return "a window compares queries with keys"
         return None if self.pooling is None else "input-aware pivots are pooled from the keys"
 
     def is_cheaper_unformed(self, width: int, tokens: int | None) -> bool:
-        """Whether `attend_unformed` takes fewer multiplications for so many tokens of C channels; None: very many."""
+        """True if `attend_unformed` takes fewer multiplications for `tokens` of `width` channels; None: very many."""
         return is_cheaper(self, width, tokens)
 
     def is_softmax(self, tokens: int, grid: tuple[int, int] | None = None) -> bool:
-        """Whether it does what softmax does to a sequence this long: every token has all keys in its window."""
+        """True if it computes softmax attention on a sequence this long: every window holds all keys."""
         if self.near is None or self.local is not None or not self.near.sees_all(tokens - self.prefix_tokens, grid):
             return False
         return self.prefix is None or self.prefix.is_softmax(self.head_dim)

@@ -1,4 +1,4 @@
-"""What LOT learns, made from its configuration."""
+"""The learned parts of LOT, made from its configuration."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ class LOTParts(Attention):
             raise ValueError(f"prefix_tokens={self.prefix_tokens}, but the sequence has {length} tokens.")
 
     def solve(self, scale: float | None) -> Solve:
-        """How the operator solves it."""
+        """Options of the operator's solve; `scale` is the factor of the scores."""
         return Solve(self.eps, scale=scale, balance=self.config.balance, **self.config.solver.arguments())

@@ -15,9 +15,7 @@ from .unformed import Linear, Projections, Reads, at_once, products_by_head
 
 
 class ScoreSides(Sides):
-    """What the maps `reads` make of the input `x (B, N, C)`.
-
-    Everything about all tokens by one product, where that pays.
+    """Scores made of the input `x (B, N, C)` by the maps `reads`: one product for all tokens, where that pays.
 
     Args:
         values: `(B, H, N, D)`, or the map that makes them of the input; None if there are none.
@@ -96,7 +94,7 @@ class ScoreSides(Sides):
 
 
 def reads_of(lot: LOTParts, projections: Projections, like: Tensor) -> Reads:
-    """The maps from the input of a layer with these projections to what is asked of its queries and keys."""
+    """The maps from the input of a layer with these projections to all that LOT reads of its queries and keys."""
     points = scaled_points(lot, like)
     queries, keys = projections.sides()
     formed = forms_keys(lot)
@@ -110,7 +108,7 @@ def reads_of(lot: LOTParts, projections: Projections, like: Tensor) -> Reads:
 
 
 def is_cheaper(lot: LOTParts, width: int, tokens: int | None) -> bool:
-    """Whether reading takes fewer multiplications for so many tokens of C channels; None: very many.
+    """True if reading takes fewer multiplications for `tokens` of `width` channels C; None: very many.
 
     Per head and token, q, k and their products with the pivots take 2·C·D + 2·D·R; from the input they take C·R a
     side, unless keys are formed. Making the weights of the scores takes as much as D tokens do.
@@ -124,11 +122,11 @@ def is_cheaper(lot: LOTParts, width: int, tokens: int | None) -> bool:
 
 
 def forms_keys(lot: LOTParts) -> bool:
-    """Whether keys are formed after all: polarised scores are not linear in them."""
+    """True if keys are formed after all: polarised scores are not linear in them."""
     return lot.prefix is not None and lot.prefix.polarize
 
 
 def scaled_points(lot: LOTParts, like: Tensor) -> Tensor:
-    """What queries and keys are multiplied by to get their scores."""
+    """The points whose products with queries and keys are their scores."""
     points = lot.pivots.points(like)
     return points * (lot.head_dim**-0.5 if lot.config.scale is None else lot.config.scale)

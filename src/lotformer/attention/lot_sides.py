@@ -1,4 +1,4 @@
-"""The two sides of an attention as LOT asks about them, and those that are queries and keys."""
+"""The two sides of an attention as LOT reads them, and the sides that are queries and keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .masking import zero_padding
 
 
 class Sides(ABC):
-    """Queries and keys in whatever form they are known; LOT is one computation on either.
+    """Queries and keys as tokens or as scores: LOT is one computation on either form.
 
-    Values are an argument where they are read, since dropout changes them.
+    Methods take the values to read, which are those of `v` after dropout.
 
     Attributes:
         v: values of all tokens `(B, H, M, Dv)`. key_mask, query_mask, grid: as in `Attention`, of all tokens.
@@ -32,22 +32,22 @@ class Sides(ABC):
 
     @abstractmethod
     def transport(self, v: Tensor | None, share: Tensor | None) -> Transport:
-        """What is transported among the tokens after the prefix, of whose rows near keys take this share.
+        """The problem of the tokens after the prefix, of whose rows near keys take the share `(B, H, N)`.
 
-        Without values there are any: they do not change the plans.
+        `v=None` is for callers that want the plans alone: some values are put in.
         """
 
     @abstractmethod
     def rows(self, v: Tensor) -> Tensor:
-        """What the tokens of the prefix read, `(B, H, P, Dv)`."""
+        """Rows of the prefix, `(B, H, P, Dv)`."""
 
     def near(self, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What the tokens after the prefix read in their windows, and the share of their rows that it is."""
+        """The output of the window for the tokens after the prefix, and its share of their rows; None without one."""
         return None, None
 
 
 class TokenSides(Sides):
-    """Queries and keys that are formed."""
+    """Sides that are queries and keys."""
 
     def __init__(self, lot: LOTParts, inputs: Inputs) -> None:
         _, _, self.v, self.key_mask, self.query_mask, self.grid = inputs
@@ -81,7 +81,7 @@ class TokenSides(Sides):
         return near
 
     def softmax(self, v: Tensor) -> Tensor:
-        """What the tokens after the prefix read by softmax over all real keys, in the precision of the queries."""
+        """Softmax attention of the tokens after the prefix over all real keys, in the precision of the queries."""
         q, k = self.body.q, self.whole.k
         k, v = (zero_padding(x, self.key_mask).to(q.dtype) for x in (k, v))
         with no_autocast(q.device.type):

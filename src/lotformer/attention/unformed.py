@@ -113,7 +113,7 @@ def why_too_coarse(dtype: torch.dtype) -> str | None:
 
 
 class Reads(NamedTuple):
-    """What LOT reads of its queries and keys, as maps of the input of its layer.
+    """The maps from the input of a layer to all that LOT reads of its queries and keys.
 
     Attributes:
         scores: `scale · z·q` and then, unless keys are formed, `scale · z·k`: maps to `H·R` a side, one or more.

@@ -56,7 +56,7 @@ class Transport(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to send, or nothing to receive."""
+        """True if there is nothing to send, or nothing to receive."""
         return self.q.shape[2] == 0 or self.k.shape[2] == 0
 
 

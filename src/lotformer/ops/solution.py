@@ -1,4 +1,4 @@
-"""What one call of the operator has found: its output, and on request how far its solve got and its plans."""
+"""The result of one call of the operator: its output and, on request, its residual and its plans."""
 
 from __future__ import annotations
 
