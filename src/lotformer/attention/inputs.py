@@ -49,6 +49,11 @@ class Inputs(NamedTuple):
         return zero_padding(out.to(self.q.dtype), self.query_mask)
 
 
+def tokens_after(x: Tensor, prefix: int) -> Tensor:
+    """The tokens of `x (B, H, N, D)` after the first few."""
+    return x[:, :, prefix:] if prefix else x
+
+
 def mask_after(mask: Tensor | None, prefix: int) -> Tensor | None:
     """The mask of the tokens after the first few."""
     return mask[:, prefix:] if mask is not None and prefix else mask

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..nn.key_masses import masses_of, mean_of_real
 from ..ops import Transport
-from .inputs import mask_after
+from .inputs import mask_after, tokens_after
 from .lot_parts import LOTParts
 from .lot_sides import Sides, clean_prefix
 from .masking import zero_padding
@@ -58,9 +58,8 @@ class ScoreSides(Sides):
         lot, special = self.lot, self.lot.prefix_tokens
         key_mask, query_mask = mask_after(self.key_mask, special), mask_after(self.query_mask, special)
         key_masses = self._key_masses(key_mask, query_mask)
-        q, k, v = self.query_scores, self.key_scores, self.key_scores if v is None else v
-        if special:
-            q, k, v = q[:, :, special:], k[:, :, special:], v[:, :, special:]
+        q, k = tokens_after(self.query_scores, special), tokens_after(self.key_scores, special)
+        v = k if v is None else tokens_after(v, special)
         return Transport(q, k, v, None, lot.pivots.log_masses(v), query_mask, key_mask, None, key_masses)
 
     def rows(self, v: Tensor) -> Tensor:
