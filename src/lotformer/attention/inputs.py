@@ -41,19 +41,11 @@ class Inputs(NamedTuple):
         if not prefix:
             return self
         q, k, v, key_mask, query_mask, grid = self
-        key_mask, query_mask = mask_after(key_mask, prefix), mask_after(query_mask, prefix)
-        return Inputs(q[:, :, prefix:], k[:, :, prefix:], v[:, :, prefix:], key_mask, query_mask, grid)
+        q, k, v = q[:, :, prefix:], k[:, :, prefix:], v[:, :, prefix:]
+        key_mask = None if key_mask is None else key_mask[:, prefix:]
+        query_mask = None if query_mask is None else query_mask[:, prefix:]
+        return Inputs(q, k, v, key_mask, query_mask, grid)
 
     def finished(self, out: Tensor) -> Tensor:
         """An output `(B, H, N, Dv)` in the dtype of the queries, with zeros in the rows of padding."""
         return zero_padding(out.to(self.q.dtype), self.query_mask)
-
-
-def tokens_after(x: Tensor, prefix: int) -> Tensor:
-    """The tokens of `x (B, H, N, D)` after the first few."""
-    return x[:, :, prefix:] if prefix else x
-
-
-def mask_after(mask: Tensor | None, prefix: int) -> Tensor | None:
-    """The mask of the tokens after the first few."""
-    return mask[:, prefix:] if mask is not None and prefix else mask

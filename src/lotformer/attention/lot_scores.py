@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..nn.key_masses import masses_of, mean_of_real
 from ..ops import Transport
-from .inputs import mask_after, tokens_after
+from .inputs import Inputs
 from .lot_parts import LOTParts
 from .lot_sides import Sides, clean_prefix
 from .masking import zero_padding
@@ -55,11 +55,10 @@ class ScoreSides(Sides):
         self.v = formed[-1] if isinstance(values, Linear) else self.key_scores if values is None else values
 
     def transport(self, v: Tensor | None, share: Tensor | None) -> Transport:
-        lot, special = self.lot, self.lot.prefix_tokens
-        key_mask, query_mask = mask_after(self.key_mask, special), mask_after(self.query_mask, special)
+        lot, v = self.lot, self.key_scores if v is None else v
+        sides = Inputs(self.query_scores, self.key_scores, v, self.key_mask, self.query_mask)
+        q, k, v, key_mask, query_mask, _ = sides.after(lot.prefix_tokens)
         key_masses = self._key_masses(key_mask, query_mask)
-        q, k = tokens_after(self.query_scores, special), tokens_after(self.key_scores, special)
-        v = k if v is None else tokens_after(v, special)
         return Transport(q, k, v, None, lot.pivots.log_masses(v), query_mask, key_mask, None, key_masses)
 
     def rows(self, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..nn.softmax import fused_softmax
 from ..ops import Transport
 from ..ops.precision import no_autocast
-from .inputs import Inputs, tokens_after
+from .inputs import Inputs
 from .lot_parts import LOTParts
 from .masking import zero_padding
 
@@ -62,7 +62,10 @@ class TokenSides(Sides):
             points = points + lot.pooling(k, key_mask)
         query_masses = None if share is None else _left_over(share, query_mask)
         key_masses = lot.key_masses(q, k, key_mask, query_mask, backend=lot.config.backend)
-        v = k if v is None else tokens_after(v, lot.prefix_tokens)
+        if v is None:
+            v = k
+        elif lot.prefix_tokens:
+            v = v[:, :, lot.prefix_tokens :]
         return Transport(q, k, v, points, log_masses, query_mask, key_mask, query_masses, key_masses)
 
     def rows(self, v: Tensor) -> Tensor:
