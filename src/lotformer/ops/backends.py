@@ -93,8 +93,9 @@ WINDOW = Operator("window", (_cpu(cpu.near), _reference(plain.read_window)))
 POOLING = Operator("pooling", (_cpu(cpu.pooling), _reference(plain.pool)))
 MASSES = Operator("key masses", (_cpu(cpu.masses), _reference(plain.key_masses)))
 JOINING = Operator("joined rows", (_cpu(cpu.joining), _reference(plain.join)))
+FOUND = Operator("found groups", (_cpu(cpu.found), _reference(plain.read_groups)))
 
-OPERATORS = (TRANSPORT, WINDOW, POOLING, MASSES, JOINING)
+OPERATORS = (TRANSPORT, WINDOW, POOLING, MASSES, JOINING, FOUND)
 
 
 def names() -> list[str]:

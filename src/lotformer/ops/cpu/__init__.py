@@ -3,8 +3,8 @@
 A module per operator, with `run` and `why_unsupported`: the column "cpu" of the table in `backends`.
 """
 
-from . import joining, masses, near, op, pooling
+from . import found, joining, masses, near, op, pooling
 from .op import instruction_sets, sum_to_one
 from .operators import why_unavailable
 
-__all__ = ["instruction_sets", "joining", "masses", "near", "op", "pooling", "sum_to_one", "why_unavailable"]
+__all__ = ["found", "instruction_sets", "joining", "masses", "near", "op", "pooling", "sum_to_one", "why_unavailable"]

@@ -99,6 +99,7 @@ constexpr double kLargeStep = 10, kBoldness = 0.25;
 // Lighter pivots count as this light.
 constexpr float least_log_mass(Solver solver) { return solver == kNewton ? -60.f : -1e4f; }
 
+struct Found;      // found_call.h
 struct Join;       // joining_call.h
 struct KeyMasses;  // mass_call.h
 struct Near;       // near_call.h
@@ -116,6 +117,8 @@ struct Kernel {
   void (*join_backward)(const Join&);
   void (*pool)(const Pool&);
   void (*pool_backward)(const Pool&);
+  void (*found_forward)(const Found&);
+  void (*found_backward)(const Found&);
 };
 
 const Kernel& portable_kernel();

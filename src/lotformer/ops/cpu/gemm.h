@@ -47,7 +47,7 @@ LOT_INLINE void tile_nn(const float* const* a, int inner, const float* b, int64_
   }
 }
 
-template <int MR, int NV>
+template <int MR, int NV, bool ADD>
 LOT_INLINE void finish_nn(const float* const* a, int valid, int inner, const float* b, int64_t ldb, float* c,
                           int64_t ldc, const float* row_scale) {
   V acc[MR][NV];
@@ -65,7 +65,7 @@ LOT_INLINE void finish_nn(const float* const* a, int valid, int inner, const flo
       for (int v = 0; v < NV; v++) acc[t][v] *= scale;
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) store(c + t * ldc + v * W, acc[t][v]);
+    for (int v = 0; v < NV; v++) store(c + t * ldc + v * W, ADD ? load(c + t * ldc + v * W) + acc[t][v] : acc[t][v]);
   }
 }
 
@@ -80,8 +80,9 @@ LOT_INLINE void ask_for_group(const float* rows, int64_t stride, int lines) {
 }
 
 // C[i, :] = row_scale[i] · Σ_k A[i, k] B[k, :] for `rows` rows and `vectors` vectors of columns. The rows of A
-// (kInput) or of C (kOutput) may be streamed from memory: then they are asked for in advance.
+// (kInput) or of C (kOutput) may be streamed from memory: then they are asked for in advance. With ADD, C gains that.
 enum Streamed { kNeither, kInput, kOutput };
+template <bool ADD = false>
 static void multiply_nn(const float* a, int64_t lda, int rows, int inner, const float* b, int64_t ldb, int vectors,
                         float* c, int64_t ldc, const float* row_scale = nullptr,
                         Streamed streamed = kNeither) {
@@ -97,14 +98,14 @@ static void multiply_nn(const float* a, int64_t lda, int rows, int inner, const 
     float* to = c + i * ldc;
     int v = 0;
     for (; v + 4 <= vectors; v += 4) {
-      finish_nn<3, 4>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
-      finish_nn<3, 4>(pa + 3, valid - 3, inner, b + v * W, ldb, to + 3 * ldc + v * W, ldc, scale ? scale + 3 : nullptr);
+      finish_nn<3, 4, ADD>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
+      finish_nn<3, 4, ADD>(pa + 3, valid - 3, inner, b + v * W, ldb, to + 3 * ldc + v * W, ldc, scale ? scale + 3 : nullptr);
     }
     if (v + 2 <= vectors) {
-      finish_nn<6, 2>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
+      finish_nn<6, 2, ADD>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
       v += 2;
     }
-    if (v < vectors) finish_nn<6, 1>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
+    if (v < vectors) finish_nn<6, 1, ADD>(pa, valid, inner, b + v * W, ldb, to + v * W, ldc, scale);
   }
 }
 

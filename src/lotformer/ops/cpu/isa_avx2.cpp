@@ -4,6 +4,6 @@
 
 const lot::Kernel& lot::avx2_kernel() {
   static const Kernel kernel{"avx2", forward, backward, key_masses, key_masses_backward, near_forward, near_backward,
-                             join,   join_backward, pool, pool_backward};
+                             join,   join_backward, pool, pool_backward, found_forward, found_backward};
   return kernel;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "backward.h"
 #include "forward.h"
+#include "found.h"
 #include "joining.h"
 #include "masses.h"
 #include "near.h"

@@ -99,6 +99,8 @@ def attend(
     total = (within + beside)[..., None]
     out = read / torch.where(total > 0, total, 1.0)
     share = (within / torch.where(total[..., 0] > 0, total[..., 0], 1.0)).detach()
+    if query_mask is not None:
+        share = share.masked_fill(~query_mask[:, None], 0.0)
     return Found(zero_padding(out.to(given.dtype), query_mask), share, groups)
 
 

@@ -1,0 +1,133 @@
+// The operator of found groups for torch: schemas, checks and allocation.
+#include <cmath>
+
+#include "found_call.h"
+#include "torch_side.h"
+
+namespace {
+
+#define FOUND_INPUTS                                                                                                    \
+  "Tensor q, Tensor k, Tensor v, Tensor? gain, Tensor? shift, Tensor? offset, Tensor? query_mask, Tensor? key_mask, "   \
+  "Tensor? groups, int prefix, int rank, int steps, int columns, int reach_rows, int reach_columns"
+
+MaybeTensor packed(const MaybeTensor& x) { return x ? MaybeTensor(packed(*x)) : x; }
+const float* numbers(const MaybeTensor& x) { return x ? data(*x) : nullptr; }
+
+// FOUND_INPUTS as they come, held alive in the layout the kernel reads.
+struct Inputs {
+  Arguments& next;
+  Tensor q = with_contiguous_rows(next.tensor()), k = with_contiguous_rows(next.tensor());
+  Tensor v = with_contiguous_rows(next.tensor());
+  MaybeTensor gain = packed(next.maybe_tensor()), shift = packed(next.maybe_tensor());
+  MaybeTensor offset = packed(next.maybe_tensor());
+  MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
+  MaybeTensor groups = packed(next.maybe_tensor());
+  lot::Found call{};
+
+  explicit Inputs(Arguments& arguments) : next(arguments) {
+    const ScalarType type = q.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
+                    "lotformer: the CPU kernel takes float32 and bfloat16.");
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "lotformer: q, k, v must have four dimensions.");
+    const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
+    call.prefix = next.integer();
+    const int64_t rank = next.integer(), steps = next.integer();
+    call.columns = next.integer();
+    call.reach_rows = next.integer();
+    call.reach_columns = next.integer();
+    STD_TORCH_CHECK(d >= 1 && d <= lot::kMaxWidth && v.size(3) >= 1 && v.size(3) <= lot::kMaxWidth && rank >= 1 &&
+                        rank <= (1 << 14) && steps >= 1 && steps < (1 << 30) && n >= 1 && m >= 1 && m < (1 << 30) &&
+                        n < (1 << 30) && call.prefix >= 0 && call.prefix <= m,
+                    "lotformer: found groups need tokens, groups, steps and head dimensions of at most ", lot::kMaxWidth,
+                    ".");
+    STD_TORCH_CHECK(call.columns == 0 || (call.columns > 0 && n == m - call.prefix && n % call.columns == 0 &&
+                                          call.reach_rows >= 0 && call.reach_columns >= 0),
+                    "lotformer: a window takes a full grid with a query for every key behind the prefix.");
+    expect(k, "k", type, {batch, heads, m, d});
+    expect(q, "q", type, {batch, heads, n, d});
+    expect(v, "v", type, {batch, heads, m, v.size(3)});
+    expect(gain, "gain", ScalarType::Float, {heads});
+    expect(shift, "shift", ScalarType::Float, {heads, d});
+    expect(offset, "offset", ScalarType::Float, {heads});
+    expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
+    expect(key_mask, "key_mask", ScalarType::Bool, {batch, m});
+    expect(groups, "groups", ScalarType::Long, {batch, heads, m - call.prefix});
+    call.host = host();
+    call.batch = batch;
+    call.heads = heads;
+    call.queries = n;
+    call.keys = m - call.prefix;
+    call.rank = int(rank);
+    call.steps = int(steps);
+    call.dim = int(d);
+    call.value_dim = int(v.size(3));
+    call.bf16 = type == ScalarType::BFloat16;
+    call.scale = float(1 / std::sqrt(double(d)));
+    call.q = rows(q);
+    call.k = rows(k);
+    call.v = rows(v);
+    call.gain = numbers(gain);
+    call.shift = numbers(shift);
+    call.offset = numbers(offset);
+    call.query_mask = mask(query_mask);
+    call.key_mask = mask(key_mask);
+    if (groups) call.given = static_cast<const int64_t*>(groups->data_ptr());
+  }
+};
+
+void forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments next(stack);
+  Inputs in(next);
+  lot::Found& c = in.call;
+  Tensor out = output_like(in.q, in.v);
+  Tensor share = floats(in.q, {c.batch, c.heads, c.queries}), total = floats(in.q, {c.batch, c.heads, c.queries});
+  Tensor groups = torch::stable::new_empty(in.q, std::vector<int64_t>{c.batch, c.heads, c.keys}, ScalarType::Long);
+  c.out = rows(out);
+  c.share = data(share);
+  c.total = data(total);
+  c.groups = static_cast<int64_t*>(groups.data_ptr());
+  run(chosen_kernel().found_forward, c);
+  give_back(stack, out, share, total, groups);
+}
+
+void backward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments next(stack);
+  Tensor grad = with_contiguous_rows(next.tensor());
+  Tensor total = next.tensor(), found = next.tensor();
+  Inputs in(next);
+  lot::Found& c = in.call;
+  expect(grad, "grad", in.q.scalar_type(), {c.batch, c.heads, c.queries, c.value_dim});
+  expect(total, "total", ScalarType::Float, {c.batch, c.heads, c.queries});
+  expect(found, "found", ScalarType::Long, {c.batch, c.heads, c.keys});
+  Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
+  Tensor gains = floats(in.q, {c.batch, c.heads}), shifts = floats(in.q, {c.batch, c.heads, c.dim});
+  Tensor offsets = floats(in.q, {c.batch, c.heads});
+  Tensor dgain = floats(in.q, {c.heads}), dshift = floats(in.q, {c.heads, c.dim}), doffset = floats(in.q, {c.heads});
+  c.grad_out = rows(grad);
+  c.total = data(total);
+  c.given = static_cast<const int64_t*>(found.data_ptr());
+  c.grad_q = rows(dq);
+  c.grad_k = rows(dk);
+  c.grad_v = rows(dv);
+  c.grad_gain = data(gains);
+  c.grad_shift = data(shifts);
+  c.grad_offset = data(offsets);
+  run(chosen_kernel().found_backward, c);
+  add_samples(gains, c.batch, c.heads, data(dgain));
+  add_samples(shifts, c.batch, c.heads * c.dim, data(dshift));
+  add_samples(offsets, c.batch, c.heads, data(doffset));
+  give_back(stack, dq, dk, dv, dgain, dshift, doffset);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
+  library.def("found_forward(" FOUND_INPUTS ") -> (Tensor out, Tensor share, Tensor total, Tensor found)");
+  library.def("found_backward(Tensor grad, Tensor total, Tensor found, " FOUND_INPUTS
+              ") -> (Tensor q, Tensor k, Tensor v, Tensor gain, Tensor shift, Tensor offset)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {
+  library.impl("found_forward", &forward);
+  library.impl("found_backward", &backward);
+}
+
+}  // namespace
