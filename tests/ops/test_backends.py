@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lotformer.attention import build
 from lotformer.nn import DepthwiseMixing, KeyMasses, NearKeys, PrefixRows
-from lotformer.ops import backends
+from lotformer.ops import Grouping, backends, found_attention
 from support.cpu_kernel import needs_kernel
 
 MODULES = {
@@ -49,6 +49,7 @@ def test_a_layer_runs_all_its_operators_on_the_backend_that_it_names(name, chose
     parts = {"prefix_tokens": 1, "polarize_prefix": True, "local_conv": "1d", "window": "1d"}
     mechanism = build("lot", head_dim=8, num_heads=2, rank=4, key_masses="query-aware", backend=name, **parts)
     mechanism(*torch.randn(3, 2, 2, 30, 8))
+    found_attention(*torch.randn(3, 2, 2, 30, 8), Grouping(4), backend=name)
     assert set(ran) == {(operator.name, chosen) for operator in backends.OPERATORS}
 
 

@@ -10,6 +10,7 @@ from . import backends, plain
 from .beside import _is_recorded
 from .plain.found import Found, Grouping
 from .plain.window import Reach
+from .precision import no_autocast
 
 
 def found_attention(
@@ -27,17 +28,17 @@ def found_attention(
     groups: Tensor | None = None,
     backend: str | None = None,
 ) -> Found:
-    """Softmax in which most keys count as the centre of a group of keys: linear in N and M, with nothing to learn first.
+    """Softmax in which most keys count as the centre of a group of keys: linear in N and M, with nothing to learn.
 
     The keys of every sample and head are put into groups, as the queries see them (`plain.groups`). With centres c_t,
     the mean of the keys of group t, and X_i the keys that query i reads exactly,
 
         out_i ∝ Σ_{j∈X_i} exp(q_i·k_j / √D) v_j + Σ_{j∉X_i} exp(q_i·z_t(j) / √D + b) v_j,    z_t = γ c_t + w
 
-    X_i holds the special tokens, the window around i and the first keys of the groups that weigh most for i. The rest is
-    a coupling of rank R: its query plan is softmax against the groups, its key plan sends each key to its group, and the
-    marginal of the keys is exact. Errors are of second order in the radius of a group; where each key is a group of its
-    own, or every key is in X_i, this is softmax.
+    X_i holds the special tokens, the window around i and the first keys of the groups that weigh most for i. The rest
+    is a coupling of rank R: its query plan is softmax against the groups, its key plan sends each key to its group, and
+    the marginal of the keys is exact. Errors are of second order in the radius of a group; where each key is a group of
+    its own, or every key is in X_i, this is softmax.
 
     Gradients are those of the algorithm with the groups held fixed: through centres, values and corrections.
 
@@ -46,7 +47,7 @@ def found_attention(
         reach: of the window, which takes as many queries as keys after the special tokens: query i sits at key i.
         gain, shift, offset: γ `(H,)`, w `(H, D)` and b `(H,)`; 1, 0 and 0 by default.
         query_mask, key_mask: boolean `(B, N)`, `(B, P + M)`, True = a real token. Padding has no mass.
-        groups: of the keys after the special tokens `(B, H, M)`, R for padding, if they are known, as from another layer.
+        groups: of the keys after the special tokens `(B, H, M)`, R for padding, if they are known already.
 
     Returns:
         What is read, in the dtype of `q`; which part of each row was exact; and the groups. Padded queries, and those
@@ -56,7 +57,8 @@ def found_attention(
     problem = (q, k, v, gain, shift, offset, query_mask, key_mask, reach, grouping, groups)
     empty = not q.shape[2] or not k.shape[2]
     run = plain.read_groups if empty or _is_recorded() else backends.FOUND.choose(backend, *problem).run
-    return run(*problem)
+    with no_autocast(q.device.type):
+        return run(*problem)
 
 
 def _check(
@@ -85,8 +87,8 @@ def _check(
     body = m - grouping.prefix
     if reach is not None and (n != body or (reach.grid is not None and reach.grid[0] * reach.grid[1] != n)):
         raise ValueError(
-            f"`reach`: a window takes a query for each of the {body} keys after the prefix, got {n} queries and the grid "
-            f"{reach.grid}. Without a window (`reach=None`) queries may be others than keys."
+            f"`reach`: a window takes a query for each of the {body} keys after the prefix, got {n} queries and the "
+            f"grid {reach.grid}. Without a window (`reach=None`) queries may be others than keys."
         )
     for name, mask, length in (("query_mask", query_mask, n), ("key_mask", key_mask, m)):
         if mask is not None and (mask.shape != (batch, length) or mask.dtype.is_floating_point):

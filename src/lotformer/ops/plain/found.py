@@ -141,7 +141,7 @@ class _Prefix(_Keys):
 
 class _Window(_Keys):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, groups: Tensor, rank: int, reach: Reach) -> None:
-        length, dim = q.shape[2:]
+        length = q.shape[2]
         self.length, self.rank = length, rank
         self.rows, self.columns, self.around = _layout(length, reach)
         index, inside = _places(self.columns, self.around, reach, q.device)
@@ -171,18 +171,29 @@ class _Window(_Keys):
 
 class _Content(_Keys):
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, groups: Tensor, far: Tensor, size: Tensor, reach: Reach | None, g: Grouping
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        groups: Tensor,
+        far: Tensor,
+        size: Tensor,
+        reach: Reach | None,
+        grouping: Grouping,
     ) -> None:
-        self.v, self.rank = v, g.rank
-        listed = first_keys(groups, g.rank, g.most)
-        chosen = heaviest(far + size.log()[:, :, None], min(g.heaviest, g.rank))
-        self.keys = _rows(F.pad(listed, (0, 0, 0, 1), value=-1), chosen).flatten(3)  # (B, H, N, heaviest · most), -1 where there is none
+        self.v = v
+        rank = grouping.rank
+        listed = first_keys(groups, rank, grouping.most)
+        chosen = heaviest(far + size.log()[:, :, None], min(grouping.heaviest, rank))
+        self.keys = _rows(F.pad(listed, (0, 0, 0, 1), value=-1), chosen).flatten(
+            3
+        )  # (B, H, N, heaviest · most), -1 where there is none
         if reach is not None:
             query = torch.arange(q.shape[2], device=q.device)[:, None]
             self.keys = self.keys.masked_fill(_sees(query, self.keys, reach), -1)
         none = self.keys < 0
         self.keys = self.keys.clamp_min(0)
-        self.groups = groups.gather(2, self.keys.flatten(2)).view_as(self.keys).masked_fill(none, g.rank)
+        self.groups = groups.gather(2, self.keys.flatten(2)).view_as(self.keys).masked_fill(none, rank)
         parts = zip(q.split(QUERIES, 2), self.keys.split(QUERIES, 2), strict=True)
         scores = torch.cat([(_rows(k, keys) @ part[..., None])[..., 0] for part, keys in parts], 2)
         self.scores = scores.masked_fill(none, torch.finfo(q.dtype).min)

@@ -1,4 +1,4 @@
-"""Which keys of a sample may be read through one centre: groups found by assignment and mean, as the queries see them."""
+"""Which keys of a sample may be read through one centre: groups by assignment and mean, as the queries see them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def find_groups(
     `(k - c)ᵀ G (k - c)`. From keys drawn evenly along the sequence, each step sends every key to the nearest centre and
     moves the centres to the means of their keys. A centre without keys stays where it is; the first of equal ones wins.
     """
-    if not k.shape[2]:
+    if not q.shape[2] or not k.shape[2]:
         return k.new_zeros(k.shape[:3], dtype=torch.int64)
     wide = torch.float64 if q.device.type == "cpu" else torch.promote_types(q.dtype, torch.float32)
     q = _within_one(zero_padding(q, query_mask).to(wide))
     k = _within_one(_centred(zero_padding(k, key_mask).to(wide), key_mask))
-    metric = q.mT @ q / max(q.shape[2], 1)
+    metric = q.mT @ q / q.shape[2]
     centres = k.gather(2, _starts(k, key_mask, rank)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
     groups = k.new_zeros(k.shape[:3], dtype=torch.int64)
     for step in range(steps):
