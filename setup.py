@@ -68,16 +68,8 @@ class Wheel(bdist_wheel):
         return super().get_tag()
 
 
-sources = [
-    "op.cpp",
-    "found.cpp",
-    "joining.cpp",
-    "masses.cpp",
-    "near.cpp",
-    "pooling.cpp",
-    "scratch.cpp",
-    "isa_portable.cpp",
-]
+sources = ["op.cpp", "found.cpp", "joining.cpp", "masses.cpp", "near.cpp", "pooling.cpp", "scratch.cpp"]
+sources += ["isa_portable.cpp"]
 sources += FLAGS if X86 else []
 extension = Extension(
     "lotformer.ops.cpu._kernel",

@@ -8,7 +8,8 @@ namespace {
 
 #define FOUND_INPUTS                                                                                                    \
   "Tensor q, Tensor k, Tensor v, Tensor? gain, Tensor? shift, Tensor? offset, Tensor? query_mask, Tensor? key_mask, "   \
-  "Tensor? groups, int prefix, int rank, int steps, int columns, int reach_rows, int reach_columns"
+  "Tensor? groups, int prefix, int rank, int steps, int heaviest, int most, int columns, int reach_rows, "              \
+  "int reach_columns"
 
 MaybeTensor packed(const MaybeTensor& x) { return x ? MaybeTensor(packed(*x)) : x; }
 const float* numbers(const MaybeTensor& x) { return x ? data(*x) : nullptr; }
@@ -31,7 +32,8 @@ struct Inputs {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "lotformer: q, k, v must have four dimensions.");
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
     call.prefix = next.integer();
-    const int64_t rank = next.integer(), steps = next.integer();
+    const int64_t rank = next.integer(), steps = next.integer(), heaviest = next.integer();
+    call.most = next.integer();
     call.columns = next.integer();
     call.reach_rows = next.integer();
     call.reach_columns = next.integer();
@@ -57,6 +59,10 @@ struct Inputs {
     call.heads = heads;
     call.queries = n;
     call.keys = m - call.prefix;
+    STD_TORCH_CHECK(heaviest >= 0 && call.most >= 0, "lotformer: counts of groups and keys cannot be negative.");
+    call.heaviest = call.most > 0 ? int(heaviest < rank ? heaviest : rank) : 0;
+    STD_TORCH_CHECK(call.heaviest <= lot::kMostHeaviest, "lotformer: queries read at most ", lot::kMostHeaviest,
+                    " groups exactly.");
     call.rank = int(rank);
     call.steps = int(steps);
     call.dim = int(d);
@@ -96,6 +102,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor total = next.tensor(), found = next.tensor();
   Inputs in(next);
   lot::Found& c = in.call;
+  STD_TORCH_CHECK(c.heaviest == 0, "lotformer: keys by content have no derivative in the CPU kernel.");
   expect(grad, "grad", in.q.scalar_type(), {c.batch, c.heads, c.queries, c.value_dim});
   expect(total, "total", ScalarType::Float, {c.batch, c.heads, c.queries});
   expect(found, "found", ScalarType::Long, {c.batch, c.heads, c.keys});

@@ -7,24 +7,25 @@
 // Backward forms the weights anew from the log-sums of the rows.
 #pragma once
 #include "found_backward.h"
-#include "found_tile.h"
+#include "found_content.h"
 
 namespace {
 
 template <class T>
-static void found_tile_forward(FoundRoom& room, int64_t which) {
+static void found_tile_forward(FoundRoom& room, int64_t which, const FoundSums* sums) {
   const FoundKeys& keys = room.keys;
   const Found& c = room.c;
   const FoundRows& score = room.score;
   room.tile.take(c, which);
   room.turn(strip<const T>(c.q, keys.b, keys.h), c.dim, keys.dim_padded, c.scale, room.query, nullptr);
   room.meet();
+  if (sums) choose_groups(room, *sums);
   const RealTokens real = real_tokens(c.key_mask, keys.b);
   V top[kWideVectors], near[kWideVectors], far[kWideVectors];
-  for (int v = 0; v < kWideVectors; v++) top[v] = splat(-3e38f), near[v] = far[v] = V{};
   for (int v = 0; v < kWideVectors; v++) {
-    for (int64_t t = 0; t < c.rank; t++) {
-      const V one = load(score.group(t) + v * W);
+    top[v] = splat(-3e38f), near[v] = far[v] = V{};
+    for (int64_t t = 0; t < keys.parts; t++) {
+      const V one = load(score.part(t) + v * W);
       top[v] = load(room.left + t * kTile + v * W) > 0.5f ? vmax(top[v], one) : top[v];
     }
     for (int64_t p = 0; p < c.prefix; p++)
@@ -35,13 +36,13 @@ static void found_tile_forward(FoundRoom& room, int64_t which) {
       top[v] = room.sees(j, y, x, v) ? vmax(top[v], load(score.key(row) + v * W)) : top[v];
   });
   for (int v = 0; v < kWideVectors; v++) {
-    for (int64_t t = 0; t < c.rank; t++) {
+    for (int64_t t = 0; t < keys.parts; t++) {
       const V count = load(room.left + t * kTile + v * W);
-      const V weight = count > 0.5f ? vexp(load(score.group(t) + v * W) - top[v]) : V{};
+      const V weight = count > 0.5f ? vexp(load(score.part(t) + v * W) - top[v]) : V{};
       far[v] += weight * count;
-      store(score.group(t) + v * W, weight);
+      store(score.part(t) + v * W, weight);
     }
-    store(score.group(c.rank) + v * W, V{});
+    store(score.part(keys.parts) + v * W, V{});
     for (int64_t p = 0; p < c.prefix; p++) {
       const V weight = real.has(p) ? vexp(load(score.special(p) + v * W) - top[v]) : V{};
       near[v] += weight;
@@ -54,43 +55,37 @@ static void found_tile_forward(FoundRoom& room, int64_t which) {
       const VI seen = room.sees(j, y, x, v);
       const V weight = seen ? vexp(load(at) - top[v]) : V{};
       near[v] += weight;
-      store(at, seen ? weight - load(score.group(keys.group[j]) + v * W) : V{});
+      store(at, seen ? weight - load(score.part(keys.part[j]) + v * W) : V{});
     }
   });
   room.gather(score, keys.sum, keys.v, keys.value_padded);
-
   const Strip<T> out = strip<T>(c.out, keys.b, keys.h);
-  const RealTokens queries = real_tokens(c.query_mask, keys.b);
-  float *share = c.share + (keys.b * c.heads + keys.h) * c.queries;
-  float *total = c.total + (keys.b * c.heads + keys.h) * c.queries;
-  for (int v = 0; v < kWideVectors; v++) {
-    const V sum = near[v] + far[v];
-    const V part = near[v] / (sum > 0.f ? sum : splat(1.f)), log_sum = top[v] + vlog(sum > 0.f ? sum : splat(1.f));
-    for (int lane = 0; lane < W && v * W + lane < room.tile.queries; lane++) {
-      const int t = v * W + lane;
-      const int64_t i = room.tile.query[t];
-      const bool any = queries.has(i) && sum[lane] > 0;
-      share[i] = any ? part[lane] : 0;
-      total[i] = any ? log_sum[lane] : kNobody;
-      float* row = room.out + t * keys.value_padded;
-      const V factor = splat(any ? 1 / sum[lane] : 0.f);
-      for (int d = 0; d < keys.value_padded; d += W) store(row + d, any ? load(row + d) * factor : V{});
-      write_row(row, c.value_dim, out.at(i));
+  for (int t = 0; t < room.tile.queries; t++) {
+    const int64_t i = room.tile.query[t];
+    const int v = t / W, lane = t % W;
+    float* row = room.out + t * keys.value_padded;
+    if (!sums) {
+      finish_query(keys, i, row, top[v][lane], near[v][lane], far[v][lane], out.at(i));
+      continue;
     }
+    sums->top[i] = top[v][lane];
+    sums->near[i] = near[v][lane];
+    sums->far[i] = far[v][lane];
+    memcpy(sums->out + i * keys.value_padded, row, sizeof(float) * size_t(keys.value_padded));
   }
 }
 
-// Heads side by side; tiles too, where there are fewer heads than threads.
+// Heads side by side; tiles too, without keys by content, where there are fewer heads than threads.
 template <class T>
 static void found_forward_of(const Found& c) {
   const Scope scope(c.host);
   const Arena arena{&c.host};
   const Tiling tiling(c);
   const int64_t heads = c.batch * c.heads;
-  const auto run = [&](const FoundKeys& keys, int64_t first, int64_t last) {
+  const auto run = [&](const FoundKeys& keys, int64_t first, int64_t last, const FoundSums* sums) {
     const Scope own(c.host);
     FoundRoom room(keys, arena);
-    for (int64_t tile = first; tile < last; tile++) found_tile_forward<T>(room, tile);
+    for (int64_t tile = first; tile < last; tile++) found_tile_forward<T>(room, tile, sums);
   };
   const auto guarded = [&](int64_t count, const auto& body) {
     in_parallel(c.host, count, [&](int64_t i) {
@@ -99,11 +94,14 @@ static void found_forward_of(const Found& c) {
       body(i);
     });
   };
-  if (heads >= c.host.threads()) {
+  if (heads >= c.host.threads() || c.heaviest) {
     guarded(heads, [&](int64_t which) {
       const FoundKeys keys(c, which, arena);
       prepare_keys<T>(keys);
-      run(keys, 0, tiling.count);
+      if (!c.heaviest) return run(keys, 0, tiling.count, nullptr);
+      const FoundSums sums = take_sums(keys, arena);
+      run(keys, 0, tiling.count, &sums);
+      found_content<T>(keys, sums, arena);
     });
     return;
   }
@@ -113,7 +111,7 @@ static void found_forward_of(const Found& c) {
   const int64_t parts = least<int64_t>(tiling.count, 4 * c.host.threads());
   guarded(heads * parts, [&](int64_t i) {
     const int64_t part = i % parts;
-    run(keys[i / parts], tiling.count * part / parts, tiling.count * (part + 1) / parts);
+    run(keys[i / parts], tiling.count * part / parts, tiling.count * (part + 1) / parts, nullptr);
   });
 }
 

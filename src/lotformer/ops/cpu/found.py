@@ -11,6 +11,9 @@ from ..plain.found import Found, Grouping
 from ..plain.window import Reach
 from .operators import FLOAT_OR_BFLOAT16, MAX_WIDTH, differentiable_once, fresh_like, output_like, rows, why_not_here
 
+MOST_HEAVIEST = 8
+"""Groups of a query whose keys may be read by content."""
+
 
 class _Tensors(NamedTuple):
     """The tensors of `found_forward` in its order: those with gradients first, as `found_backward` returns them."""
@@ -41,6 +44,7 @@ def run(
 ) -> Found:
     """`found.found_attention`; the corrections are fp32."""
     window = (0, 0, 0)
+    counts = (grouping.prefix, grouping.rank, grouping.steps, grouping.heaviest, grouping.most)
     if reach is not None:
         columns = q.shape[2] if reach.grid is None else reach.grid[1]  # a sequence is one row
         window = (columns, 0 if reach.grid is None else reach.rows_around, reach.columns_around)
@@ -56,7 +60,7 @@ def run(
         key_mask,
         None if groups is None else groups.long(),
     )
-    out, share, _, found = _operator(*tensors, grouping.prefix, grouping.rank, grouping.steps, *window)
+    out, share, _, found = _operator(*tensors, *counts, *window)
     return Found(out, share, found)
 
 
@@ -78,7 +82,11 @@ def why_unsupported(
     if not 1 <= q.shape[3] <= MAX_WIDTH or not 1 <= v.shape[3] <= MAX_WIDTH:
         return f"it takes head dimensions from 1 to {MAX_WIDTH}."
     if grouping.heaviest and grouping.most:
-        return "it does not read keys by content."
+        if min(grouping.heaviest, grouping.rank) > MOST_HEAVIEST:
+            return f"it reads the keys of at most {MOST_HEAVIEST} groups by content."
+        tensors = (q, k, v, gain, shift, offset)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return "it has no derivative of keys by content."
     return why_not_here(FLOAT_OR_BFLOAT16, q, k, v)
 
 

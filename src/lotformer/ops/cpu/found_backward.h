@@ -15,7 +15,7 @@ struct FoundGradients {
   float of_offset = 0;
 
   FoundGradients(const FoundKeys& k, const Arena& arena)
-      : keys(k), c(*k.call), room(k, arena), product(c, room.tiling, arena),
+      : keys(k), c(*k.call), room(k, arena), product(k, room.tiling, arena),
         grad(arena.take<float>(int64_t(c.value_dim) * kTile)),
         query_rows(arena.take<float>(int64_t(kTile) * k.dim_padded)),
         grad_rows(arena.take<float>(int64_t(kTile) * k.value_padded)), of_k(arena.zeros<float>(k.all * k.dim_padded)),
@@ -27,7 +27,7 @@ struct FoundGradients {
   void scatter(const FoundRows& factor, const float* queries, int stride, float* groups, float* rows) const {
     const int vectors = stride / W;
     const Tile& tile = room.tile;
-    multiply_nn<true>(factor.group(0), kTile, c.rank, kTile, queries, stride, vectors, groups, stride);
+    multiply_nn<true>(factor.part(0), kTile, c.rank, kTile, queries, stride, vectors, groups, stride);
     if (c.prefix) multiply_nn<true>(factor.special(0), kTile, int(c.prefix), kTile, queries, stride, vectors, rows, stride);
     for (int64_t s = 0; s < tile.spans(); s++)
       multiply_nn<true>(factor.key(s * tile.span()), kTile, int(tile.span()), kTile, queries, stride, vectors,
@@ -42,7 +42,7 @@ struct FoundGradients {
     room.turn(strip<const T>(c.q, keys.b, keys.h), c.dim, keys.dim_padded, c.scale, room.query, query_rows);
     room.turn(strip<const T>(c.grad_out, keys.b, keys.h), c.value_dim, keys.value_padded, 1.f, grad, grad_rows);
     room.meet();
-    room.products(keys.sum, keys.v, keys.value_padded, c.value_dim, grad, product);
+    room.products(keys.sum, keys.parts, keys.v, keys.value_padded, c.value_dim, grad, product);
     const RealTokens real = real_tokens(c.key_mask, keys.b), queries = real_tokens(c.query_mask, keys.b);
     float totals[kTile];
     for (int t = 0; t < kTile; t++) {
@@ -55,11 +55,11 @@ struct FoundGradients {
     // weights, and what the keys that are still read through a group make of the gradient together
     for (int v = 0; v < kWideVectors; v++) {
       for (int64_t t = 0; t < c.rank; t++) {
-        float* at = score.group(t) + v * W;
+        float* at = score.part(t) + v * W;
         store(at, load(room.left + t * kTile + v * W) > 0.5f ? vexp(load(at) - total[v]) : V{});
       }
-      store(score.group(c.rank) + v * W, V{});
-      store(product.group(c.rank) + v * W, V{});
+      store(score.part(c.rank) + v * W, V{});
+      store(product.part(c.rank) + v * W, V{});
       for (int64_t p = 0; p < c.prefix; p++) {
         float* at = score.special(p) + v * W;
         const V weight = real.has(p) ? vexp(load(at) - total[v]) : V{};
@@ -69,7 +69,7 @@ struct FoundGradients {
     }
     each_key(tile, [&](int64_t j, int64_t y, int64_t x, int64_t row) {
       for (int v = 0; v < kWideVectors; v++) {
-        float *at = score.key(row) + v * W, *rest = product.group(keys.group[j]) + v * W;
+        float *at = score.key(row) + v * W, *rest = product.part(keys.group[j]) + v * W;
         const VI seen = room.sees(j, y, x, v);
         const V own = load(product.key(row) + v * W), weight = seen ? vexp(load(at) - total[v]) : V{};
         store(at, weight);
@@ -79,15 +79,15 @@ struct FoundGradients {
     });
     for (int v = 0; v < kWideVectors; v++)
       for (int64_t t = 0; t < c.rank; t++)
-        mean[v] += load(score.group(t) + v * W) * load(product.group(t) + v * W);
+        mean[v] += load(score.part(t) + v * W) * load(product.part(t) + v * W);
 
     // scores' gradients take the place of the products; of weights what counts for the values is left
     V offsets{};
     for (int v = 0; v < kWideVectors; v++) {
       for (int64_t t = 0; t < c.rank; t++) {
-        float* at = product.group(t) + v * W;
+        float* at = product.part(t) + v * W;
         const V left = load(room.left + t * kTile + v * W);
-        const V slope = load(score.group(t) + v * W) * (load(at) - left * mean[v]);
+        const V slope = load(score.part(t) + v * W) * (load(at) - left * mean[v]);
         store(at, slope);
         offsets += slope;
       }
@@ -102,7 +102,7 @@ struct FoundGradients {
         float *at = product.key(row) + v * W, *weight = score.key(row) + v * W;
         const VI seen = room.sees(j, y, x, v);
         store(at, load(weight) * (load(at) - mean[v]));
-        store(weight, seen ? load(weight) - load(score.group(keys.group[j]) + v * W) : V{});
+        store(weight, seen ? load(weight) - load(score.part(keys.group[j]) + v * W) : V{});
       }
     });
     scatter(score, grad_rows, keys.value_padded, of_sum, of_v);

@@ -4,6 +4,8 @@
 
 namespace lot {
 
+constexpr int kMostHeaviest = 8;  // groups of a query that are read exactly
+
 struct Found {
   Host host;
   int64_t batch, heads, queries;
@@ -11,6 +13,8 @@ struct Found {
   int64_t columns;          // with a window, queries and keys are a grid of so many columns; 0 without
   int64_t reach_rows, reach_columns;  // how far a query sees on it, each way
   int rank, steps, dim, value_dim;
+  int heaviest;             // groups of a query whose keys it reads exactly: the first `most` of each
+  int64_t most;
   bool bf16;
   float scale;
   Rows q, k, v;             // k and v with the prefix in front

@@ -17,8 +17,12 @@ struct FoundKeys {
   int dim_padded, value_padded;
   float *k, *v;                 // (all, ·)
   int32_t* group;               // (keys): `rank` for padding
-  float *centre, *seen, *sum;   // (rank, ·): means of keys; corrected, as queries see them; sums of values
-  float* size;                  // (rank + 1): of the groups; nobody is in the last
+  float *centre, *seen;         // (rank, ·): means of keys, and these corrected, as queries see them
+  // What counts together for a query: groups, or with keys by content the keys of each group that may be read so, and
+  // behind these the rest of each.
+  int parts;
+  int32_t* part;                // (keys): `parts` for padding
+  float *size, *sum;            // (parts + 1), nobody is in the last; (parts, ·) sums of values
 
   FoundKeys(const Found& c, int64_t which, const Arena& arena)
       : call(&c), b(which / c.heads), h(which % c.heads), all(c.prefix + c.keys),
@@ -28,8 +32,10 @@ struct FoundKeys {
     group = arena.take<int32_t>(c.keys);
     centre = arena.take<float>(int64_t(c.rank) * dim_padded);
     seen = arena.take<float>(int64_t(c.rank) * dim_padded);
-    sum = arena.take<float>(int64_t(c.rank) * value_padded);
-    size = arena.take<float>(c.rank + 1);
+    parts = c.heaviest ? 2 * c.rank : c.rank;
+    part = c.heaviest ? arena.take<int32_t>(c.keys) : group;
+    size = arena.take<float>(parts + 1);
+    sum = arena.take<float>(int64_t(parts) * value_padded);
   }
 
   const float* key(int64_t i) const { return k + i * dim_padded; }
@@ -67,40 +73,36 @@ static float largest_of(const float* x, int64_t count) {  // whole vectors
   return reduce_spread<Max>(top)[0];
 }
 
-// to[group of j, :] = Σ_j row_j, and how many they are.
-static void add_groups(const FoundKeys& keys, const float* rows, int padded, float* to, const Arena& arena) {
+// to[t, :] = Σ_j row_j over the keys of part t of `parts`, and how many these are.
+static void add_parts(const FoundKeys& keys, const int32_t* index, int parts, const float* rows, int padded, float* to,
+                      float* size, const Arena& arena) {
   const Found& c = *keys.call;
-  const int64_t count = int64_t(c.rank + 1) * padded;
+  const int64_t count = int64_t(parts + 1) * padded;
   float* part = arena.take<float>(count);
+  for (int t = 0; t <= parts; t++) size[t] = 0;
+  for (int64_t j = 0; j < c.keys; j++) size[index[j]] += 1;
+  size[parts] = 0;
   memset(to, 0, sizeof(float) * size_t(count - padded));
   for (int64_t first = 0; first < c.keys; first += kAdded) {
     const int64_t last = least(first + kAdded, c.keys);
     memset(part, 0, sizeof(float) * size_t(count));
     for (int64_t j = first; j < last; j++) {
-      float* sum = part + int64_t(keys.group[j]) * padded;
+      float* sum = part + int64_t(index[j]) * padded;
       for (int d = 0; d < padded; d += W) store(sum + d, load(sum + d) + load(rows + j * padded + d));
     }
     for (int64_t i = 0; i < count - padded; i += W) store(to + i, load(to + i) + load(part + i));
   }
 }
 
-static void count_groups(const FoundKeys& keys) {
-  const Found& c = *keys.call;
-  for (int t = 0; t <= c.rank; t++) keys.size[t] = 0;
-  for (int64_t j = 0; j < c.keys; j++) keys.size[keys.group[j]] += 1;
-  keys.size[c.rank] = 0;
-}
-
 // Means of the keys of each group; what has none keeps what it is.
 static void means_of_groups(const FoundKeys& keys, float* centre, const Arena& arena) {
   const Found& c = *keys.call;
   const Scope scope(*arena.host);
-  float* sum = arena.take<float>(int64_t(c.rank) * keys.dim_padded);
-  add_groups(keys, keys.key(c.prefix), keys.dim_padded, sum, arena);
-  count_groups(keys);
+  float *sum = arena.take<float>(int64_t(c.rank) * keys.dim_padded), *size = arena.take<float>(c.rank + 1);
+  add_parts(keys, keys.group, c.rank, keys.key(c.prefix), keys.dim_padded, sum, size, arena);
   for (int t = 0; t < c.rank; t++)
-    for (int d = 0; keys.size[t] > 0 && d < keys.dim_padded; d++)
-      centre[t * keys.dim_padded + d] = sum[t * keys.dim_padded + d] / keys.size[t];
+    for (int d = 0; size[t] > 0 && d < keys.dim_padded; d++)
+      centre[t * keys.dim_padded + d] = sum[t * keys.dim_padded + d] / size[t];
 }
 
 // Σ_i q_i q_iᵀ over the real queries, up to a factor.
@@ -232,7 +234,14 @@ static void prepare_keys(const FoundKeys& keys) {
     for (int64_t j = 0; j < c.keys; j++) c.groups[which * c.keys + j] = keys.group[j];
   memset(keys.centre, 0, sizeof(float) * size_t(c.rank) * size_t(keys.dim_padded));
   means_of_groups(keys, keys.centre, arena);
-  add_groups(keys, keys.value(c.prefix), keys.value_padded, keys.sum, arena);
+  if (c.heaviest) {
+    int32_t* place = arena.zeros<int32_t>(c.rank + 1);
+    for (int64_t j = 0; j < c.keys; j++) {
+      const int32_t t = keys.group[j];
+      keys.part[j] = t == c.rank ? keys.parts : place[t]++ < c.most ? t : c.rank + t;
+    }
+  }
+  add_parts(keys, keys.part, keys.parts, keys.value(c.prefix), keys.value_padded, keys.sum, keys.size, arena);
   const float gain = c.gain ? c.gain[keys.h] : 1;
   for (int t = 0; t < c.rank; t++)
     for (int d = 0; d < keys.dim_padded; d++) {

@@ -88,19 +88,19 @@ struct Tile {
   }
 };
 
-// Rows of numbers for the queries of a tile, one for all that they meet: groups, nobody, keys of the prefix and the window.
+// Rows of numbers for the queries of a tile, one for all that they meet: parts, nobody, keys of the prefix and the window.
 struct FoundRows {
   float* data;
-  int rank;
+  int parts;
   int64_t prefix;
 
-  FoundRows(const Found& c, const Tiling& t, const Arena& arena)
-      : data(arena.take<float>((c.rank + 1 + c.prefix + t.most_rows * t.most_columns) * kTile)), rank(c.rank),
-        prefix(c.prefix) {}
+  FoundRows(const FoundKeys& keys, const Tiling& t, const Arena& arena)
+      : data(arena.take<float>((keys.parts + 1 + keys.call->prefix + t.most_rows * t.most_columns) * kTile)),
+        parts(keys.parts), prefix(keys.call->prefix) {}
 
-  float* group(int64_t t) const { return data + t * kTile; }
-  float* special(int64_t p) const { return data + (rank + 1 + p) * kTile; }
-  float* key(int64_t j) const { return data + (rank + 1 + prefix + j) * kTile; }
+  float* part(int64_t t) const { return data + t * kTile; }
+  float* special(int64_t p) const { return data + (parts + 1 + p) * kTile; }
+  float* key(int64_t j) const { return data + (parts + 1 + prefix + j) * kTile; }
 };
 
 // Calls body(key, line of the tile, place in that line, row among the keys of the tile) for every key of the window.
@@ -121,18 +121,18 @@ struct FoundRoom {
   Tile tile;
   float *query;     // (dim, queries): turned around and scaled
   FoundRows score;  // then weights
-  float *left;      // (rank + 1, queries): keys of each group that are not read exactly
+  float *left;      // (parts + 1, queries): keys of each part that are not read exactly
   float *out;       // (queries, widest)
 
   FoundRoom(const FoundKeys& k, const Arena& arena)
       : keys(k), c(*k.call), tiling(c), tile(c, tiling, arena), query(arena.take<float>(int64_t(c.dim) * kTile)),
-        score(c, tiling, arena), left(arena.take<float>(int64_t(c.rank + 1) * kTile)),
+        score(k, tiling, arena), left(arena.take<float>(int64_t(k.parts + 1) * kTile)),
         out(arena.take<float>(int64_t(kTile) * most(k.dim_padded, k.value_padded))) {}
 
-  // to[row, query] = row · query, for rows of the groups, of the prefix and of the window.
-  void products(const float* groups, const float* rows, int64_t stride, int width, const float* columns,
+  // to[row, query] = row · query, for rows of so many parts, of the prefix and of the window.
+  void products(const float* parts, int count, const float* rows, int64_t stride, int width, const float* columns,
                 const FoundRows& to) const {
-    multiply_nn(groups, stride, c.rank, width, columns, kTile, kWideVectors, to.group(0), kTile);
+    multiply_nn(parts, stride, count, width, columns, kTile, kWideVectors, to.part(0), kTile);
     if (c.prefix) multiply_nn(rows, stride, int(c.prefix), width, columns, kTile, kWideVectors, to.special(0), kTile);
     for (int64_t s = 0; s < tile.spans(); s++)
       multiply_nn(rows + (c.prefix + tile.start(s)) * stride, stride, int(tile.span()), width, columns, kTile,
@@ -140,10 +140,10 @@ struct FoundRoom {
   }
 
   // out[query, :] = Σ_rows factor[row, query] row
-  void gather(const FoundRows& factor, const float* groups, const float* rows, int stride) const {
+  void gather(const FoundRows& factor, const float* parts, const float* rows, int stride) const {
     const int vectors = stride / W;
     memset(out, 0, sizeof(float) * size_t(kTile) * size_t(stride));
-    multiply_tn(factor.group(0), kTile, kTile, c.rank, groups, stride, vectors, out, stride);
+    multiply_tn(factor.part(0), kTile, kTile, keys.parts, parts, stride, vectors, out, stride);
     if (c.prefix) multiply_tn(factor.special(0), kTile, kTile, int(c.prefix), rows, stride, vectors, out, stride);
     for (int64_t s = 0; s < tile.spans(); s++)
       multiply_tn(factor.key(s * tile.span()), kTile, kTile, int(tile.span()), rows + (c.prefix + tile.start(s)) * stride,
@@ -153,26 +153,27 @@ struct FoundRoom {
   // Which queries see a key of the window. Padding is in the group of nobody.
   VI sees(int64_t j, int64_t y, int64_t x, int v) const {
     const VI within = tile.in_line[y * kWideVectors + v] & tile.in_column[x * kWideVectors + v];
-    return keys.group[j] < c.rank ? within : VI{};
+    return keys.part[j] < keys.parts ? within : VI{};
   }
 
   // Scores of the queries with all they meet, and what is left of the groups.
   void meet() const {
-    products(keys.seen, keys.k, keys.dim_padded, c.dim, query, score);
-    for (int64_t t = 0; t <= c.rank; t++)
+    products(keys.seen, c.rank, keys.k, keys.dim_padded, c.dim, query, score);
+    for (int64_t t = 0; t <= keys.parts; t++)
       for (int v = 0; v < kWideVectors; v++) store(left + t * kTile + v * W, splat(keys.size[t]));
     each_key(tile, [&](int64_t j, int64_t y, int64_t x, int64_t) {
       for (int v = 0; v < kWideVectors; v++) {
-        float* at = left + int64_t(keys.group[j]) * kTile + v * W;
+        float* at = left + int64_t(keys.part[j]) * kTile + v * W;
         store(at, load(at) - (sees(j, y, x, v) ? splat(1.f) : V{}));
       }
     });
-    if (!c.offset) return;
-    for (int64_t t = 0; t < c.rank; t++)
+    for (int64_t t = 0; c.offset && t < c.rank; t++)
       for (int v = 0; v < kWideVectors; v++) {
-        float* at = score.group(t) + v * W;
+        float* at = score.part(t) + v * W;
         store(at, load(at) + c.offset[keys.h]);
       }
+    if (keys.parts > c.rank)  // the rest of a group has its centre, too
+      memcpy(score.part(c.rank), score.part(0), sizeof(float) * size_t(c.rank) * kTile);
   }
 
   // Rows of queries as columns, zero where there is padding. With `rows`, also as they are, (queries, padded); what is left
