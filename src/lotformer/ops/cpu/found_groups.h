@@ -8,6 +8,7 @@
 
 namespace {
 
+constexpr int64_t kSampled = 4;    // queries for each dimension, as in plain/groups.py
 constexpr int64_t kAdded = 1024;  // keys that are added before their sum is added to others, for the sake of fp32
 
 // What all queries of a head read. Rows are padded to whole vectors, and all zero where there is padding.
@@ -105,31 +106,27 @@ static void means_of_groups(const FoundKeys& keys, float* centre, const Arena& a
       centre[t * keys.dim_padded + d] = sum[t * keys.dim_padded + d] / size[t];
 }
 
-// Σ_i q_i q_iᵀ over the real queries, up to a factor.
+// Σ_i q_i q_iᵀ over real queries, up to a factor: evenly sampled, if they are many.
 template <class T>
 static void metric_of(const FoundKeys& keys, float* metric, const Arena& arena) {
   const Found& c = *keys.call;
   const int padded = keys.dim_padded;
   const Strip<const T> q = strip<const T>(c.q, keys.b, keys.h);
   const RealTokens real = real_tokens(c.query_mask, keys.b);
-  float* block = arena.take<float>(int64_t(kBlock) * padded);
-  const auto pack = [&](int64_t first, int count) {
-    for (int i = 0; i < count; i++) pack_row(q.at(first + i), real.has(first + i), c.dim, padded, block + i * padded);
-  };
-  float largest = 0;
-  for (int64_t i = 0; i < c.queries; i += kBlock) {
-    const int count = int(least<int64_t>(kBlock, c.queries - i));
-    pack(i, count);
-    largest = most(largest, largest_of(block, int64_t(count) * padded));
+  int64_t count = 0;
+  for (int64_t i = 0; i < c.queries; i++) count += real.has(i);
+  const int64_t step = most<int64_t>(1, count / (kSampled * c.dim));
+  float* rows = arena.take<float>((count + step - 1) / step * padded);
+  int64_t sampled = 0;
+  for (int64_t i = 0, place = 0; i < c.queries; i++) {
+    if (!real.has(i) || place++ % step) continue;
+    pack_row(q.at(i), true, c.dim, padded, rows + sampled++ * padded);
   }
-  const V unit = splat(unit_of(largest));
+  const V unit = splat(unit_of(largest_of(rows, sampled * padded)));
+  for (int64_t d = 0; d < sampled * padded; d += W) store(rows + d, load(rows + d) * unit);
   memset(metric, 0, sizeof(float) * size_t(padded) * size_t(padded));
-  for (int64_t i = 0; i < c.queries; i += kBlock) {
-    const int count = int(least<int64_t>(kBlock, c.queries - i));
-    pack(i, count);
-    for (int64_t d = 0; d < int64_t(count) * padded; d += W) store(block + d, load(block + d) * unit);
-    multiply_symmetric(block, padded, padded / W, count, metric, padded);
-  }
+  for (int64_t i = 0; i < sampled; i += kBlock)
+    multiply_symmetric(rows + i * padded, padded, padded / W, int(least<int64_t>(kBlock, sampled - i)), metric, padded);
   for (int i = 0; i < padded; i++)
     for (int j = 0; j < i; j++) metric[i * padded + j] = metric[j * padded + i];
 }

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..padding import zero_padding
 
+SAMPLED = 4
+"""Queries for each dimension that tell how queries see keys: more of them tell the same."""
+
 
 @torch.no_grad()
 def find_groups(
@@ -15,16 +18,17 @@ def find_groups(
 ) -> Tensor:
     """The group of every key `(B, H, M)`, an integer below `rank`; of padding it is `rank`.
 
-    With `G = Σ_i q_i q_iᵀ` over real queries, two keys are as far from each other as their scores with these queries:
-    `(k - c)ᵀ G (k - c)`. From keys drawn evenly along the sequence, each step sends every key to the nearest centre and
-    moves the centres to the means of their keys. A centre without keys stays where it is; the first of equal ones wins.
+    With `G = Σ_i q_i q_iᵀ` over real queries, evenly sampled if they are many, two keys are as far from each other as
+    their scores with these queries: `(k - c)ᵀ G (k - c)`. From keys drawn evenly along the sequence, each step sends
+    every key to the nearest centre and moves the centres to the means of their keys. A centre without keys stays where
+    it is; the first of equal ones wins.
     """
     if not q.shape[2] or not k.shape[2]:
         return k.new_zeros(k.shape[:3], dtype=torch.int64)
     wide = torch.float64 if q.device.type == "cpu" else torch.promote_types(q.dtype, torch.float32)
-    q = _within_one(zero_padding(q, query_mask).to(wide))
+    q = _within_one(_sampled(q, query_mask).to(wide))
     k = _within_one(_centred(zero_padding(k, key_mask).to(wide), key_mask))
-    metric = q.mT @ q / q.shape[2]
+    metric = q.mT @ q
     centres = k.gather(2, _starts(k, key_mask, rank)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
     groups = k.new_zeros(k.shape[:3], dtype=torch.int64)
     for step in range(steps):
@@ -39,6 +43,15 @@ def find_groups(
             size = member.sum(2)[..., None]
             centres = torch.where(size > 0, member.mT @ k / size.clamp_min(1), centres)
     return groups
+
+
+def _sampled(q: Tensor, query_mask: Tensor | None) -> Tensor:
+    """At least `SAMPLED` real queries for each dimension, evenly along the sequence, if there are so many."""
+    enough = SAMPLED * q.shape[3]
+    if query_mask is None:
+        return q[:, :, :: max(q.shape[2] // enough, 1)]
+    step = (query_mask.sum(-1, keepdim=True) // enough).clamp_min(1)
+    return zero_padding(q, query_mask & ((query_mask.cumsum(-1) - 1) % step == 0))
 
 
 def one_hot(groups: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
