@@ -50,7 +50,7 @@ def test_it_is_one_matrix_of_softmax_and_of_groups(p: Problem) -> None:
 
 def one_by_one(q: Tensor, k: Tensor, rank: int, steps: int) -> Tensor:
     """Groups of the keys `(M, D)` of one head, all of them real, by the definition."""
-    sampled = q[:: max(len(q) // (4 * q.shape[1]), 1)]  # as many as tell how queries see keys
+    sampled = q[:: max(len(q) // (8 * q.shape[1]), 1)]  # as many as tell how queries see keys
     metric = sampled.mT @ sampled
     centres = k[[t * (len(k) - 1) // max(rank - 1, 1) for t in range(rank)]].clone()
     groups = torch.zeros(len(k), dtype=torch.int64)

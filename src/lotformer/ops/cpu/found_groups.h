@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t kSampled = 4;    // queries for each dimension, as in plain/groups.py
+constexpr int64_t kSampled = 8;    // queries for each dimension, as in plain/groups.py
 constexpr int64_t kAdded = 1024;  // keys that are added before their sum is added to others, for the sake of fp32
 
 // What all queries of a head read. Rows are padded to whole vectors, and all zero where there is padding.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..padding import zero_padding
 
-SAMPLED = 4
+SAMPLED = 8
 """Queries for each dimension that tell how queries see keys: more of them tell the same."""
 
 
