@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import lotformer
 from lotformer import LOTAttention, LOTConfig, attention
-from lotformer.attention import LocalConv, Newton, Pivots, Prefix, Sinkhorn, Window
+from lotformer.attention import Content, LocalConv, Newton, Pivots, Prefix, Sinkhorn, Window
 from lotformer.attention.config import OPTIONS, without_part
 
-NAMES = {part.__name__: part for part in (LOTConfig, LocalConv, Newton, Pivots, Prefix, Sinkhorn, Window)}
+NAMES = {part.__name__: part for part in (LOTConfig, Content, LocalConv, Newton, Pivots, Prefix, Sinkhorn, Window)}
 KINDS, ODD = st.sampled_from(["1d", "2d"]), st.integers(0, 40).map(lambda n: 2 * n + 1)
 FACTORS = st.floats(1e-6, 1e6)
 PREFIXES = st.builds(Prefix, st.integers(1, 9), st.none() | FACTORS) | st.builds(
@@ -26,7 +26,7 @@ PREFIXES = st.builds(Prefix, st.integers(1, 9), st.none() | FACTORS) | st.builds
     st.just(True),
     st.none() | st.tuples(st.floats(0.1, 8), st.floats(0.1, 8)),
 )
-CONFIGS = st.builds(
+LEARNED = st.builds(
     LOTConfig,
     rank=st.integers(1, 512),
     eps=FACTORS,
@@ -49,7 +49,24 @@ CONFIGS = st.builds(
     backend=st.sampled_from([None, "reference", "cpu"]),
 )
 
+FOUND = st.builds(
+    LOTConfig,
+    rank=st.integers(1, 512),
+    balance=st.just("none"),
+    pivots=st.builds(Pivots, st.just("found"), steps=st.none() | st.integers(1, 9)),
+    prefix=st.none() | PREFIXES,
+    local_conv=st.none() | st.builds(LocalConv, KINDS, ODD),
+    window=st.none() | st.builds(Window, KINDS, ODD),
+    content=st.none() | st.builds(Content, st.integers(1, 9), st.integers(1, 99)),
+)
+CONFIGS = LEARNED | FOUND
+
 FLAT = {
+    "found pivots": (
+        {"pivots": "found", "balance": "none", "content": 2, "window": "1d"},
+        LOTConfig(pivots=Pivots("found", steps=3), balance="none", window=Window("1d"), content=Content(2)),
+    ),
+    "balanced found pivots": ({"pivots": "found", "pivot_steps": 1}, LOTConfig(pivots=Pivots("found", steps=1))),
     "nothing": ({}, LOTConfig()),
     "sweeps": ({"iters": 2}, LOTConfig(solver=Sinkhorn(2))),
     "sweeps of a named solver": ({"solver": "sinkhorn", "iters": 2}, LOTConfig(solver=Sinkhorn(2))),
@@ -89,6 +106,17 @@ AMBIGUOUS = {
         {"prefix_tokens": 1, "polarize_powers": (1.0, 0.5)},
         r"polarize_powers=\(1.0, 0.5\) needs a polarised prefix: polarize_prefix=True",
     ),
+    "steps of pivots that are not found": ({"pivot_steps": 3}, "pivot_steps=3 needs pivots that are found"),
+    "keys of no groups": ({"content": 2}, 'content=2 reads groups of keys: it needs pivots="found"'),
+    "a share of no keys by content": ({"pivots": "found", "content_most": 9}, "content_most=9 needs keys by content"),
+    "a temperature of found pivots": ({"pivots": "found", "eps": 0.1}, "eps=0.1 has no meaning for .*softmax's"),
+    "learned masses of found pivots": (
+        {"pivots": "found", "key_masses": "linear"},
+        "key_masses='linear' has no meaning",
+    ),
+    "a start of found pivots": ({"pivots": "found", "pivot_init": "small"}, "have no start and no learned masses"),
+    "sums of found pivots": ({"pivots": "found", "balance": "keys"}, "send every key its mass by construction"),
+    "sums beside a window": ({"pivots": "found", "window": "1d"}, 'give balance="none"'),
     "sweeps of newton": ({"solver": "newton", "iters": 20}, 'iters=20 needs sweeps: solver="sinkhorn"'),
     "a tolerance of sweeps": ({"tol": -3.0}, 'tol=-3.0 needs the exact solver: solver="newton"'),
     "fixed passes of sweeps": ({"solver": "sinkhorn", "tol": None}, "tol=None needs the exact solver"),
@@ -183,9 +211,11 @@ def test_presets_say_why() -> None:
 
 
 def test_every_option_is_documented_once_for_all() -> None:
-    assert OPTIONS.keys() == LOTConfig(
-        prefix=Prefix(1), local_conv=LocalConv("1d"), window=Window("1d")
-    ).to_options().keys() | {"tol"}
+    whole = LOTConfig(
+        pivots=Pivots("found"), balance="none", prefix=Prefix(1), local_conv=LocalConv("1d"), window=Window("1d"),
+        content=Content(1),
+    )  # fmt: skip
+    assert OPTIONS.keys() == whole.to_options().keys() | {"tol"}
     for part in NAMES.values():
         assert all(f"        {f.name}: " in part.__doc__ for f in dataclasses.fields(part))
     assert lotformer.LOTConfig is LOTConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lotformer.ops import Grouping, cpu, found_attention, found_transport
+from lotformer.ops import Grouping, Solve, cpu, found_attention, found_transport
 from support.found import Built, Problem, build
 
 BACKENDS = ["reference"] + ([] if cpu.why_unavailable() else ["cpu"])
@@ -29,12 +30,13 @@ several = st.builds(
 )
 
 
-def transport(b: Built, backend: str, v: Tensor | None = None, **options) -> Tensor:
+def transport(b: Built, backend: str, v: Tensor | None = None, groups: Tensor | None = None, **options: Any) -> Tensor:
     dtype = torch.float32 if backend == "cpu" else torch.float64
     x = {name: t.to(dtype) for name, t in b.x.items() if name != "offset"}
     tokens = [x.pop(name) for name in ("q", "k", "v")]
     tokens[2] = tokens[2] if v is None else v.to(dtype)
-    return found_transport(*tokens, b.problem.rank, **x, **b.masks, backend=backend, **options)
+    solve = Solve(**{"solver": "newton", **options})
+    return found_transport(*tokens, Grouping(b.problem.rank), solve, **x, **b.masks, groups=groups, backend=backend)
 
 
 @both
@@ -69,8 +71,9 @@ def test_gradients_with_the_groups_held_fixed_are_exact() -> None:
     groups = found_attention(b.x["q"], b.x["k"], b.x["v"], Grouping(3), **b.masks).groups
 
     def run(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        options = {"gain": gain, "shift": shift, "groups": groups, "tol": 1e-11, "backend": "reference"}
-        return found_transport(q, k, v, 3, **options, **b.masks)
+        solve = Solve(solver="newton", tol=1e-11)
+        options = {"gain": gain, "shift": shift, "groups": groups, "backend": "reference"}
+        return found_transport(q, k, v, Grouping(3), solve, **options, **b.masks)
 
     inputs = [b.x[name].clone().requires_grad_() for name in ("q", "k", "v", "gain", "shift")]
     assert torch.autograd.gradcheck(run, inputs)

@@ -1,7 +1,7 @@
 """Attention mechanisms: one file each, one interface, one registry."""
 
 from .base import Attention, Cost, Entry
-from .config import LocalConv, LOTConfig, Newton, Pivots, Prefix, Sinkhorn, Window
+from .config import Content, LocalConv, LOTConfig, Newton, Pivots, Prefix, Sinkhorn, Window
 from .diagnose import Diagnosis, attention_matrix, diagnose
 from .inputs import Inputs
 from .promises import check
@@ -9,6 +9,7 @@ from .registry import build, entry, names, register, unregister
 
 __all__ = [
     "Attention",
+    "Content",
     "Cost",
     "Diagnosis",
     "Entry",

@@ -17,13 +17,14 @@ from ..nn.checks import require_count, require_moderate, require_probability
 from ..nn.key_masses import KeyMassKind
 from ..ops.backends import names
 from ..ops.problem import Balance, Solver
-from .config_parts import LocalConv, Newton, Part, Pivots, Prefix, Sinkhorn, Window, flat_name, lacks
+from .config_parts import Content, LocalConv, Newton, Part, Pivots, Prefix, Sinkhorn, Window, flat_name, lacks
 from .options import Option, option, plain, require_one_of, with_field_docs
 
 __all__ = [
     "IMAGE_WINDOW",
     "OPTIONS",
     "TEXT_WINDOW",
+    "Content",
     "LOTConfig",
     "LocalConv",
     "Newton",
@@ -70,6 +71,7 @@ class LOTConfig(Part):
     prefix: Prefix | None = option("special tokens that read by softmax (`Prefix`).", None)
     local_conv: LocalConv | None = option("a depthwise convolution of the values (`LocalConv`).", None)
     window: Window | None = option("neighbours read by softmax (`Window`).", None)
+    content: Content | None = option("keys of heavy groups read by softmax, with found pivots (`Content`).", None)
     dropout: float = option(
         "probability of dropping a key in training, the same keys for every query of a head, whichever way it reads "
         "them. Local mixing sees all values.",
@@ -93,6 +95,30 @@ class LOTConfig(Part):
             if not isinstance(value, parts) and not (value is None and name in _OPTIONAL):
                 spelled = " or ".join(f"{part.__name__}(…)" for part in parts)
                 raise ValueError(f"{name} of a LOTConfig must be {spelled}, got {value!r}.")
+        self._check_found()
+
+    def _check_found(self) -> None:
+        """Refuse options that found pivots cannot use: their scores are softmax's, their masses those of groups."""
+        if self.pivots.kind != "found":
+            if self.content is not None:
+                raise ValueError(f'content={self.content.groups} reads groups of keys: it needs pivots="found".')
+            return
+        fixed = {"eps": 1.0, "scale": None, "learn_eps": False, "key_masses": "uniform"}
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} has no meaning for pivots="found": their scores are softmax\'s, '
+                    f"their masses those of groups. Leave it at {value!r}."
+                )
+        if self.balance == "keys":
+            raise ValueError(
+                'pivots="found" send every key its mass by construction: balance="none" reads as softmax does, "both" '
+                "is doubly stochastic."
+            )
+        if self.balance == "both" and (self.window is not None or self.content is not None):
+            raise ValueError(
+                'pivots="found" with a window or keys by content impose no sums on queries: give balance="none".'
+            )
 
     @property
     def prefix_tokens(self) -> int:
@@ -231,9 +257,10 @@ _PARTS: dict[str, tuple[type[Part], ...]] = {
     "prefix": (Prefix,),
     "local_conv": (LocalConv,),
     "window": (Window,),
+    "content": (Content,),
 }
 _OPTIONAL: dict[str, tuple[str, Any]] = {"prefix": ("prefix_tokens", 0), "local_conv": ("local_conv", None),
-                                         "window": ("window", None)}  # fmt: skip
+                                         "window": ("window", None), "content": ("content", 0)}  # fmt: skip
 """Parts that may be missing: the keyword argument that brings each, and its value without one."""
 
 
@@ -250,6 +277,8 @@ def without_part(options: Mapping[str, Any]) -> list[str]:
                 nothing = f.default in (None, False) and options.get(flat) == f.default
                 if flat in options and flat != _OPTIONAL.get(name, ("",))[0] and not nothing:
                     idle.append(flat)
+    if options.get("pivot_steps") is not None and options.get("pivots") != "found":
+        idle.append("pivot_steps")
     powers = options.get("polarize_powers") is not None and not options.get("polarize_prefix", False)
     return [*idle, "polarize_powers"] if powers and "polarize_powers" not in idle else idle
 

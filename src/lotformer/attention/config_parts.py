@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 
 from ..nn.checks import is_number, require_count, require_moderate
 from ..nn.depthwise import ConvKind, ConvSharing, require_convolution
-from ..nn.near_keys import WindowKind, require_window
 from ..nn.pivot_pooling import PivotKind
 from ..nn.pivots import PivotInit
 from ..nn.prefix import DEFAULT_POWERS, require_rows
+from ..nn.windows import WindowKind, require_window
 from ..ops.problem import Solver
 from .options import option, plain, require_flag, require_one_of, with_field_docs
+
+FOUND_STEPS = 3
 
 
 def flat_name(f: Field[Any]) -> str:
@@ -28,6 +30,8 @@ _NEEDS = {
     "polarize_powers": "a polarised prefix: polarize_prefix=True and prefix_tokens",
     "conv_sharing": 'a convolution: local_conv="1d" or local_conv="2d"',
     "kernel_size": 'a convolution: local_conv="1d" or local_conv="2d"',
+    "pivot_steps": 'pivots that are found: pivots="found"',
+    "content_most": "keys by content: content=2, or as many groups as a query should read",
     "window_size": 'a window: window="1d" (along a text) or window="2d" (of patches)',
 }
 
@@ -115,7 +119,10 @@ class Pivots(Part):
     """
 
     kind: PivotKind = option(
-        '"fixed", or "input-aware": moved to where the keys of the sample are (`PivotPooling`).', "fixed", flat="pivots"
+        '"fixed"; "input-aware": moved to where the keys of the sample are (`PivotPooling`); "found": the centres of '
+        "groups of the sample's own keys, with nothing to train (`FoundPivots`).",
+        "fixed",
+        flat="pivots",
     )
     init: PivotInit = option(
         '"unit" draws pivots so that scores over ε deviate by one on unit-variance tokens, for training from scratch; '
@@ -126,11 +133,24 @@ class Pivots(Part):
     )
     learn_masses: bool = option("learn the masses of the pivots, starting from uniform.", True)
     mass_temperature: float = option("the masses are softmax(logits / mass_temperature).", 1.0)
+    steps: int | None = option(
+        "how often found pivots are moved to the mean of their keys, 3 by default.", None, flat="pivot_steps"
+    )
 
     def _check(self) -> None:
         require_one_of("pivots", self.kind, PivotKind)
         require_one_of("pivot_init", self.init, PivotInit)
         require_moderate("mass_temperature", self.mass_temperature)
+        if self.kind == "found":
+            if (self.init, self.learn_masses, self.mass_temperature) != ("unit", True, 1.0):
+                raise ValueError(
+                    'pivots="found" have no start and no learned masses: leave out pivot_init, learn_masses and '
+                    "mass_temperature."
+                )
+            object.__setattr__(self, "steps", FOUND_STEPS if self.steps is None else self.steps)
+            require_count("pivot_steps", self.steps)
+        elif self.steps is not None:
+            raise ValueError(lacks("pivot_steps", self.steps))
 
 
 @with_field_docs
@@ -213,3 +233,23 @@ class Window(Part):
 
     def _check(self) -> None:
         require_window(self.kind, self.size)
+
+
+@with_field_docs
+@dataclass(frozen=True, repr=False)
+class Content(Part):
+    """Keys that a query reads by softmax because of what they are: those of its heaviest groups.
+
+    Attributes:
+        {fields}
+    """
+
+    groups: int = option(
+        "let a query read the keys of so many of its heaviest found groups by softmax, beside its window.",
+        flat="content",
+    )
+    most: int = option("at most so many keys of each of these groups, the first ones.", 64, flat="content_most")
+
+    def _check(self) -> None:
+        require_count("content", self.groups)
+        require_count("content_most", self.most)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..nn.near_keys import window_cost
+from ..nn.found_pivots import FoundPivots
+from ..nn.windows import window_cost
 from ..ops import Coupling, couple, solve_attention
 from ..ops.attention import drop_keys
 from ..ops.problem import Balance
@@ -43,7 +44,7 @@ class LOT(LOTParts):
         if self._is_read_whole(inputs.q, inputs.grid):
             v = self._dropped(inputs.v)
             return self._joined(sides, v, sides.softmax(v))
-        return self._attended(sides)
+        return self._attended(sides) if self.found is None else self._through_groups(self.found, sides)
 
     def attend_unformed(
         self,
@@ -73,6 +74,19 @@ class LOT(LOTParts):
                 out = zero_padding(out, transport.query_mask)
         return self._joined(sides, v, out)
 
+    def _through_groups(self, found: FoundPivots, sides: TokenSides) -> Tensor:
+        """The output where pivots are found in the sample: by their plans if those are balanced, else by softmax."""
+        v, body, backend = self._dropped(sides.v), sides.body, self.config.backend
+        if self.config.balance == "both":
+            values = v[:, :, self.prefix_tokens :] if self.prefix_tokens else v
+            out = found.balanced(
+                body.q, body.k, values, self.solve(None), body.key_mask, body.query_mask, backend=backend
+            )
+        else:
+            k, mask = sides.whole.k, sides.key_mask
+            out = found(body.q, k, v, mask, body.grid, body.query_mask, backend=backend).out
+        return self._joined(sides, v, out)
+
     def _dropped(self, v: Tensor) -> Tensor:
         """The values that rows read: the same keys are dropped for the prefix, the window and what is transported."""
         return drop_keys(v, self.config.dropout) if self.training and self.config.dropout > 0 else v
@@ -96,9 +110,9 @@ class LOT(LOTParts):
         Not while learning, where parameters without a gradient would surprise whoever averages gradients over
         processes, nor for an exported model, whose length may not be known.
         """
-        if self.near is None or torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if torch.is_grad_enabled() or torch.compiler.is_exporting():
             return False
-        return self.near.sees_all(q.shape[2] - self.prefix_tokens, grid)
+        return self._sees_all(q.shape[2], grid)
 
     def coupling(
         self,
@@ -112,10 +126,13 @@ class LOT(LOTParts):
         """The plans this mechanism uses on `q` and `k`, among the tokens after the prefix.
 
         With a window, the masses of the queries are what their rows leave to be transported; where that is nothing,
-        the plan is not used.
+        the plan is not used. Pivots that are found transport all keys here, those of the window too.
         """
         self._check(q, k, k, key_mask, query_mask)
         sides = self._sides(Inputs(q, k, k, key_mask, query_mask, grid))
+        if self.found is not None and isinstance(sides, TokenSides):
+            q, k, _, key_mask, query_mask, _ = sides.body
+            return self.found.coupling(q, k, self.solve(None), key_mask, query_mask, backend=self.config.backend)
         _, share = sides.near(None)
         return couple(sides.transport(None, share), self.solve(sides.scale), self.config.backend)
 
@@ -124,7 +141,7 @@ class LOT(LOTParts):
         return self._token_sides(inputs)
 
     def _token_sides(self, inputs: Inputs) -> TokenSides:
-        parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.near}
+        parts = {"prefix tokens": self.prefix, "local mixing": self.local, "a window": self.config.window}
         needy = [name for name, part in parts.items() if part is not None]
         queries, keys = inputs.q.shape[2], inputs.k.shape[2]
         if needy and queries != keys:
@@ -134,6 +151,8 @@ class LOT(LOTParts):
 
     def why_formed(self) -> str | None:
         """The reason why this instance needs its queries and keys formed, or None if it can read the input."""
+        if self.found is not None:
+            return "pivots are found among the keys"
         if self.near is not None:
             return "a window compares queries with keys"
         return None if self.pooling is None else "input-aware pivots are pooled from the keys"
@@ -144,7 +163,7 @@ class LOT(LOTParts):
 
     def is_softmax(self, tokens: int, grid: tuple[int, int] | None = None) -> bool:
         """True if it computes softmax attention on a sequence this long: every window holds all keys."""
-        if self.near is None or self.local is not None or not self.near.sees_all(tokens - self.prefix_tokens, grid):
+        if self.local is not None or not self._sees_all(tokens, grid):
             return False
         return self.prefix is None or self.prefix.is_softmax(self.head_dim)
 
@@ -171,10 +190,25 @@ def cost(n: int, d: int, config: LOTConfig | None = None, **options: Any) -> Cos
     candidates of a token.
     """
     c = LOTConfig.of(config, options)
+    if c.pivots.kind == "found":
+        return _cost_of_found(n, d, c)
     sweeps = c.solver.sweeps if isinstance(c.solver, Sinkhorn) else Sinkhorn().sweeps
     flops, moved = 8.0 * n * c.rank * d + 4.0 * _SOLVED_SIDES[c.balance] * sweeps * n * c.rank, 16.0 * n * d
     if c.pivots.kind != "fixed":
         flops, moved = flops + 4.0 * n * c.rank * d, moved + 8.0 * n * d
+    return _with_window(flops, moved, n, d, c)
+
+
+def _cost_of_found(n: int, d: int, c: LOTConfig) -> Cost:
+    """A product with the centres for each step and for the queries, two for the values; and the keys by content."""
+    assert c.pivots.steps is not None
+    flops, moved = 2.0 * (c.pivots.steps + 3) * n * c.rank * d, 16.0 * n * d
+    if c.content is not None:
+        flops += 4.0 * n * d * c.content.groups * min(c.content.most, n / c.rank)
+    return _with_window(flops, moved, n, d, c)
+
+
+def _with_window(flops: float, moved: float, n: int, d: int, c: LOTConfig) -> Cost:
     if c.window is not None:
         flops += window_cost(c.window.size, c.window.kind, n, d)
         moved += 8.0 * n * d * c.window.size

@@ -14,8 +14,8 @@ from ..attention.config import IMAGE_WINDOW, TEXT_WINDOW, LOTConfig, without_par
 from ..attention.config_parts import lacks
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
-from ..nn.near_keys import WindowKind
 from ..nn.pivot_pooling import PivotKind
+from ..nn.windows import WindowKind
 from ..ops.problem import Balance
 from . import hosts
 from .hosts import positions
@@ -30,6 +30,9 @@ from .swapping import Located, put_in, take_out
 
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """Options of LOT in conversions beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
+
+FOUND: dict[str, Any] = {"eps": 1.0, "key_masses": "uniform", "balance": "none"}
+"""Options of LOT in conversions with pivots found in the sample, unless others are asked for: scores are softmax's."""
 
 WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW}
 """Default widths of the window, in tokens along a text and in patches a side."""
@@ -236,6 +239,9 @@ def _require_module(model: object) -> None:
 def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
     if takes(mechanism, "key_masses"):
+        if named.get("pivots", "") == "found":
+            asked = {name: value for name, value in named.items() if value != _defaults()[name]}
+            return {"rank": named["rank"], **FOUND, **asked, **options}
         settings = {**named, **LOT_DEFAULTS, **options}
         if settings["solver"] != LOT_DEFAULTS["solver"] and "tol" not in options:
             del settings["tol"]
@@ -259,7 +265,7 @@ def _near(
 
     Where layers differ in what reaches them, it is told by the kind of tokens, beside what was asked for.
     """
-    if not takes(mechanism, "key_masses") or settings["key_masses"] == "uniform":
+    if not takes(mechanism, "key_masses") or _is_strict(settings):
         return {}, {}
     found: dict[TokenKind | None, set[int]] = {}
     for _, site in sites:
@@ -276,6 +282,13 @@ def _near(
         if tokens is not None
     }
     return {}, {tokens: near for tokens, near in towers.items() if near}
+
+
+def _is_strict(settings: Mapping[str, Any]) -> bool:
+    """True if a doubly stochastic matrix is asked for, beside which softmax reads nothing by default."""
+    if settings["pivots"] == "found":
+        return settings["balance"] == "both"
+    return settings["key_masses"] == "uniform"
 
 
 def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int) -> _Options:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .depthwise import DepthwiseMixing
 from .feature_maps import TokenPositions
+from .found_pivots import FoundPivots
 from .near_keys import NearKeys
 
 Grid = tuple[int, int]
@@ -86,7 +87,7 @@ class GridSource:
 
 def needs_grid(mechanism: nn.Module) -> bool:
     """True if some part of the mechanism sees its tokens on a grid."""
-    flat = (DepthwiseMixing, NearKeys)
+    flat = (DepthwiseMixing, FoundPivots, NearKeys)
     return any(
         (isinstance(part, flat) and part.kind == "2d") or (isinstance(part, TokenPositions) and part.grid is not None)
         for part in mechanism.modules()

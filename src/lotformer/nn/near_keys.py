@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.plain.window import CHUNK, Reach
+from ..ops import Reach
 from ..ops.precision import no_autocast
-from .checks import require_count
-from .depthwise import square_grid
 from .key_masses import mean_of_real
 from .undecayed import Undecayed
-
-WindowKind = Literal["1d", "2d"]
-
-
-def require_window(kind: Any, size: Any) -> None:
-    """Refuse a window that cannot be built."""
-    if kind not in get_args(WindowKind):
-        raise ValueError(f"window must be None, '1d' or '2d', got {kind!r}.")
-    require_count("window_size", size)
-    if size % 2 == 0:
-        raise ValueError(f"window_size must be odd, so that a token is in the middle; got {size}.")
+from .windows import WindowKind, reach_of, require_window, sees_all
 
 
 class NearKeys(nn.Module):
@@ -86,15 +71,13 @@ class NearKeys(nn.Module):
         with no_autocast(q.device.type):
             length, prefix = q.shape[2], k.shape[2] - q.shape[2]
             direction, offset = self._rest(k[:, :, prefix:], None if key_mask is None else key_mask[:, prefix:])
-            reach = self._reach(length, grid)
+            reach = reach_of(self.kind, self.size, length, grid)
             near, share = ops.window(q, k, v, direction, offset, query_mask, key_mask, reach, backend=backend)
             return near, _beside(share, _far(length, reach, key_mask, share))
 
     def sees_all(self, length: int, grid: tuple[int, int] | None = None) -> bool:
         """True if every window on a sequence of this length holds all of it."""
-        if self.kind == "1d":
-            return length <= self.size // 2 + 1
-        return length <= (self.size // 2 + 1) ** 2 and max(square_grid(length, grid)) <= self.size // 2 + 1
+        return sees_all(self.kind, self.size, length, grid)
 
     def _rest(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ρ as if all n keys were far away, as a function of the query: what it is multiplied by, `(B, H, D)`, and
@@ -104,12 +87,6 @@ class NearKeys(nn.Module):
         count = k.new_full((1,), k.shape[2]) if key_mask is None else key_mask.sum(-1)
         offset = self.offset(k) + count.clamp_min(1).to(direction.dtype).log()[:, None]
         return direction, offset.expand(k.shape[0], -1)
-
-    def _reach(self, length: int, grid: tuple[int, int] | None) -> Reach:
-        around = self.size // 2
-        if self.kind == "1d":
-            return Reach(None, 0, around)
-        return Reach(square_grid(length, grid), around, around)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, size={self.size}"
@@ -145,9 +122,3 @@ def _beside(share: Tensor, far: Tensor) -> Tensor:
     nothing = far <= 0
     some = far.masked_fill(nothing, 1.0)
     return torch.where(nothing, 1.0, share / (share + (1 - share) * some))
-
-
-def window_cost(size: int, kind: WindowKind, n: int, d: int) -> float:
-    """Floating-point operations of the two products with the candidates of every token."""
-    candidates = size * math.sqrt(n) if kind == "2d" else 3 * max(CHUNK, size // 2)
-    return 4.0 * n * candidates * d

@@ -11,7 +11,7 @@ from ..ops.precision import no_autocast
 from .softmax import fused_softmax
 from .undecayed import Undecayed
 
-PivotKind = Literal["fixed", "input-aware"]
+PivotKind = Literal["fixed", "input-aware", "found"]
 
 
 class PivotPooling(nn.Module):

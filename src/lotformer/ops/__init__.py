@@ -4,7 +4,7 @@ from .attention import couple, coupling, lot_attention, lot_attention_from_score
 from .beside import join, key_masses, pool, window
 from .coupling import Coupling
 from .found import found_attention
-from .found_coupling import found_transport
+from .found_coupling import found_coupling, found_transport
 from .plain import Found, Grouping, Reach
 from .problem import Solve, Transport
 from .solution import Solution
@@ -20,6 +20,7 @@ __all__ = [
     "couple",
     "coupling",
     "found_attention",
+    "found_coupling",
     "found_transport",
     "join",
     "key_masses",

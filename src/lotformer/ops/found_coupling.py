@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .attention import lot_attention_from_scores
+from .attention import couple, solve_attention
+from .coupling import Coupling
 from .padding import zero_padding
+from .plain.found import Grouping
 from .plain.groups import find_groups, one_hot
 from .precision import no_autocast
-from .problem import Balance, Solver
+from .problem import Solve, Transport
 
 _APART = -1e4
 """The score of a key with a group that is not its own."""
@@ -21,15 +25,11 @@ def found_transport(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rank: int,
-    steps: int = 3,
+    grouping: Grouping,
+    solve: Solve,
     *,
     gain: Tensor | None = None,
     shift: Tensor | None = None,
-    balance: Balance = "both",
-    solver: Solver = "newton",
-    iters: int = 5,
-    tol: float | None = 1e-6,
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     groups: Tensor | None = None,
@@ -42,45 +42,87 @@ def found_transport(
     without a window.
 
     Args:
-        q: `(B, H, N, D)`. k, v: `(B, H, M, ·)`. gain: `(H,)`. shift: `(H, D)`. The others are those of
-            `found_attention` and `lot_attention`.
+        q: `(B, H, N, D)`. k, v: `(B, H, M, ·)`. grouping: its rank and steps; no key is read exactly. solve: its ε and
+            scale are not used. gain: `(H,)`. shift: `(H, D)`. The others are those of `found_attention`.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `q`. Padded queries, and samples without keys, read zeros.
     """
     with no_autocast(q.device.type):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        given = q
-        q, k = zero_padding(q, query_mask).to(dtype), zero_padding(k, key_mask).to(dtype)
-        v = zero_padding(v, key_mask).to(dtype)
-        if groups is None:
-            groups = find_groups(q, k, query_mask, key_mask, rank, steps)
-        member = one_hot(groups, rank, dtype)
-        size = member.sum(2)
-        centres = member.mT @ k / size.clamp_min(1)[..., None]
-        if gain is not None:
-            centres = centres * gain.to(dtype)[:, None, None]
-        if shift is not None:
-            centres = centres + shift.to(dtype)[:, None]
-        log_masses = (size / size.sum(-1, keepdim=True).clamp_min(1)).log().clamp_min(_LIGHTEST).log_softmax(-1)
-        # the operator's pivots have masses by head, not by sample: here every sample is a head of its own
-        out = lot_attention_from_scores(
-            _heads(q @ centres.mT * q.shape[3] ** -0.5),
-            _heads((1 - member) * _APART),
-            _heads(v),
-            log_masses.flatten(0, 1),
-            solver=solver,
-            iters=iters,
-            tol=tol,
-            balance=balance,
-            query_masses=_masses(query_mask, q),
-            key_masses=_masses(key_mask, k),
-            backend=backend,
-        )
-        out = out.view(*q.shape[:3], -1)
+        transport = _transport(q, k, v, grouping, gain, shift, query_mask, key_mask, groups)
+        out = solve_attention(transport, _of_scores(solve), backend).out.view(*q.shape[:3], -1)
         if key_mask is not None:
             out = out.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
-        return zero_padding(out, query_mask).to(given.dtype)
+        return zero_padding(out.to(q.dtype), query_mask)
+
+
+def found_coupling(
+    q: Tensor,
+    k: Tensor,
+    grouping: Grouping,
+    solve: Solve,
+    *,
+    gain: Tensor | None = None,
+    shift: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    groups: Tensor | None = None,
+    backend: str | None = None,
+) -> Coupling:
+    """The two plans behind `found_transport`."""
+    with no_autocast(q.device.type):
+        transport = _transport(q, k, k[..., :1], grouping, gain, shift, query_mask, key_mask, groups)
+        plan = couple(transport, _of_scores(solve), backend)
+        shape, tokens = q.shape[:2], (1, q.shape[0] * q.shape[1], -1)
+        return replace(
+            plan,
+            query_plan=plan.query_plan.unflatten(1, shape)[0],
+            key_plan=plan.key_plan.unflatten(1, shape)[0],
+            masses=plan.masses.reshape(*shape, -1),
+            query_masses=plan.query_masses.expand(tokens).unflatten(1, shape)[0],
+            key_masses=plan.key_masses.expand(tokens).unflatten(1, shape)[0],
+            key_mask=key_mask,
+        )
+
+
+def _of_scores(solve: Solve) -> Solve:
+    return solve._replace(eps=1.0, scale=1.0)
+
+
+def _transport(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grouping: Grouping,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    groups: Tensor | None,
+) -> Transport:
+    """The problem on scores. The operator's pivots have masses by head, so here every sample is a head of its own."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k = zero_padding(q, query_mask).to(dtype), zero_padding(k, key_mask).to(dtype)
+    v = zero_padding(v, key_mask).to(dtype)
+    if groups is None:
+        groups = find_groups(q, k, query_mask, key_mask, grouping.rank, grouping.steps)
+    member = one_hot(groups, grouping.rank, dtype)
+    size = member.sum(2)
+    centres = member.mT @ k / size.clamp_min(1)[..., None]
+    if gain is not None:
+        centres = centres * gain.to(dtype)[:, None, None]
+    if shift is not None:
+        centres = centres + shift.to(dtype)[:, None]
+    log_masses = (size / size.sum(-1, keepdim=True).clamp_min(1)).log().clamp_min(_LIGHTEST).log_softmax(-1)
+    return Transport(
+        _heads(q @ centres.mT * q.shape[3] ** -0.5),
+        _heads((1 - member) * _APART),
+        _heads(v),
+        None,
+        log_masses.flatten(0, 1),
+        query_masses=_masses(query_mask, q),
+        key_masses=_masses(key_mask, k),
+    )
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -55,9 +55,11 @@ class Attended:
 
     def is_softmax_to(self, mechanism: Attention) -> bool:
         """True if the mechanism equals softmax here: every token has all keys in its window."""
-        if not isinstance(mechanism, LOT) or mechanism.near is None:
+        if not isinstance(mechanism, LOT) or mechanism.config.window is None:
             return False
-        tokens = self.length if mechanism.near.kind == "1d" else self.k.shape[2]  # a grid has its size, padded or not
+        tokens = (
+            self.length if mechanism.config.window.kind == "1d" else self.k.shape[2]
+        )  # a grid has its size, padded or not
         return mechanism.is_softmax(tokens, self.grid)
 
 

@@ -140,7 +140,7 @@ def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQual
                 deviations = plan.deviations()
                 residuals.append(deviations[real[:, None, prefix:].expand_as(deviations)])
             # where the plan is the whole matrix
-            sums = plan.column_sums() if not prefix and mechanism.near is None else None
+            sums = plan.column_sums() if not prefix and mechanism.config.window is None else None
             mechanism = mechanism.without_local_mixing()
         if sums is None:
             sums = _column_sums(mechanism, called)
