@@ -33,8 +33,8 @@ def _seeded_and_poisoned():
 def _windows(request, monkeypatch):
     """Tests marked `small_windows` convert small models: within a window that holds it all nothing could be learned."""
     if request.node.get_closest_marker("small_windows"):
-        monkeypatch.setitem(api.WINDOW_SIZES, "text", 5)
-        monkeypatch.setitem(api.WINDOW_SIZES, "image", 5)
+        for tokens in api.WINDOW_SIZES:
+            monkeypatch.setitem(api.WINDOW_SIZES, tokens, 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

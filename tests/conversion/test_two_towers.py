@@ -162,7 +162,7 @@ def test_both_towers_can_be_taught(tmp_path):
     [
         ("window", "tables of options"),
         ({"text": "1d"}, "tables of options"),
-        ({"sound": {}}, "reads text or image"),
+        ({"smell": {}}, "reads text or image or sound"),
         ({"text": {"window": {"kind": "3d"}}}, "window must be"),
         ({"image": {"windows": "2d"}}, "windows"),
     ],

@@ -60,7 +60,9 @@ class ConvertSettings(Settings):
     )
     window_size: int | None = setting(
         None,
-        "Width of that window, odd; {text} tokens or {image} patches a side by default.".format(**WINDOW_SIZES),
+        "Width of that window, odd; {text} tokens in a row or {image} patches a side by default.".format(
+            **WINDOW_SIZES
+        ),
         at_least=1,
     )
     max_positions: int | None = setting(

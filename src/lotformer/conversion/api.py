@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +35,10 @@ LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "
 FOUND: dict[str, Any] = {"eps": 1.0, "key_masses": "uniform", "balance": "none"}
 """Options of LOT in conversions with pivots found in the sample, unless others are asked for: scores are softmax's."""
 
-WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW}
-"""Default widths of the window, in tokens along a text and in patches a side."""
+WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW, "sound": TEXT_WINDOW}
+"""Default widths of the window, in tokens along a text or sound and in patches a side."""
+
+_WINDOWS: dict[TokenKind, WindowKind] = {"text": "1d", "image": "2d", "sound": "1d"}
 
 
 def convert(
@@ -78,9 +81,10 @@ def convert(
             its table of them is interpolated. Between the positions it knows it is less exact than on them.
         options: further keyword arguments of the mechanism. For LOT, `solver="newton"` is the default here. Vision
             transformers get `window="2d"`, 9 × 9 patches, and the `prefix_tokens` they have, Hugging Face's text
-            encoders `window="1d"`, 129 tokens: tokens read their neighbours and such special tokens by softmax, which
-            trained models need more than anything else. Models of two towers get each where it belongs.
-            `window=None, prefix_tokens=0` is transport alone.
+            and speech encoders `window="1d"`, 129 tokens: tokens read their neighbours and such special tokens by
+            softmax, which trained models need more than anything else. Models of two towers get each where it belongs.
+            `window=None, prefix_tokens=0` is transport alone. Where it is not known what the tokens are, there is no
+            window; a warning and the report name such layers.
 
     Returns:
         What was converted, what was left alone and why.
@@ -134,10 +138,14 @@ def convert(
             ) from error
         raise
 
-    rows = {site.name: Layer(site.name, _kind(site), True, "", _count(mechanisms[site.name])) for _, site in sites}
+    alone = _without_window(model, recipe, sites, settings)
+    rows = {
+        site.name: Layer(site.name, _kind(site), True, alone.get(site.name, ""), _count(mechanisms[site.name]))
+        for _, site in sites
+    }
     rows |= {skip.name: Layer(skip.name, _kind(skip), False, skip.reason) for skip in skipped}
     order = [item.name for _, item in found]
-    return ConversionReport(
+    report = ConversionReport(
         model=type(model).__name__,
         mechanism=mechanism,
         options=dict(recipe.options),
@@ -146,7 +154,11 @@ def convert(
         towers={tokens: dict(own) for tokens, own in recipe.towers.items()},
         positions=recipe.positions,
         longest=positions.learned_positions(model),
+        unasked=tuple(name for name, why in alone.items() if why != _AS_ASKED),
     )
+    if report.unasked:
+        warnings.warn(f"{report.model}: {report.advice}", stacklevel=2)
+    return report
 
 
 def _convert_all_but(
@@ -293,13 +305,34 @@ def _is_strict(settings: Mapping[str, Any]) -> bool:
 
 def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int) -> _Options:
     """The window of the kind that was asked for, or that suits the tokens."""
-    kind: WindowKind | None = {"image": "2d", "text": "1d", None: None}[tokens]
-    kind = settings.get("window", kind)
-    near: _Options = {} if kind is None else {"window": kind, "window_size": WINDOW_SIZES[_SUITED[kind]]}
+    suited = None if tokens is None else _WINDOWS[tokens]
+    kind: WindowKind | None = settings.get("window", suited)
+    near: _Options = {}
+    if kind is not None:
+        like = tokens if tokens is not None and kind == suited else _SUITED[kind]
+        near = {"window": kind, "window_size": WINDOW_SIZES[like]}
     return near if tokens is None else {**near, "prefix_tokens": special}
 
 
 _SUITED: dict[WindowKind, TokenKind] = {"1d": "text", "2d": "image"}
+
+_AS_ASKED = "without a window, as asked for"
+
+
+def _without_window(
+    model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """Why layers that could have a window have none, by the name of the layer."""
+    if not takes(recipe.mechanism, "window"):
+        return {}
+    asked = "window" in settings or settings.get("key_masses") == "uniform"
+    found = {}
+    for _, site in sites:
+        tokens = tokens_before(model, site.name)
+        if recipe.options_for(tokens).get("window") is None:
+            why = "what its tokens are is not known" if tokens is None else f"no one window suits its {tokens}"
+            found[site.name] = _AS_ASKED if asked else f"without a window: {why}"
+    return found
 
 
 def _require_parts(mechanism: str, options: Mapping[str, Any], recipe: Recipe) -> None:

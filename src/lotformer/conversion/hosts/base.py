@@ -12,7 +12,7 @@ from ...attention.unformed import Projections
 from ...data.batches import Batch
 from .sites import Site, Skipped
 
-InputKind = Literal["text", "image", "other"]
+InputKind = Literal["text", "image", "sound", "other"]
 
 CAUSAL = "it is causal, and a causal doubly stochastic matrix is the identity"
 

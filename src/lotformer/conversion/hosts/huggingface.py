@@ -27,6 +27,8 @@ _QUERY_AND_KEY = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"))
 _CROSS = ("encoder_attn", "crossattention", "cross_attn", "encoder_attention", "cross_attention")
 _NOT_LINEAR = ("rotary", "norm")
 _SAMPLE_TOKENS = 256
+_SOUND = ("input_features", "input_values")
+_SAMPLE_SOUND = 80_000  # samples of a wave, which are 249 tokens to wav2vec2
 
 
 class HuggingFace(Host):
@@ -92,12 +94,16 @@ class HuggingFace(Host):
             setattr(module, name, nn.Identity())
 
     def input_kind(self, enclosure: nn.Module) -> InputKind | None:
-        """The main input. Its name is not enough: models of images that do not say theirs inherit that of texts."""
+        """The main input. Its name is not enough: models of images that do not say theirs inherit that of texts, and
+        tables have `input_values`, too."""
         main = getattr(enclosure, "main_input_name", None)
         if main in (None, "pixel_values"):
             return None if main is None else "image"
         kinds = getattr(enclosure, "input_modalities", "text")
-        return "text" if main == "input_ids" and kinds in ("text", ("text",), ["text"]) else "other"
+        kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        if main in _SOUND and "audio" in kinds:
+            return "sound"
+        return "text" if main == "input_ids" and kinds == ("text",) else "other"
 
     def sample_inputs(self, model: nn.Module) -> Batch | None:
         """As the config says.
@@ -111,6 +117,8 @@ class HuggingFace(Host):
         if main_input == "pixel_values" and isinstance(size, int):
             shape = (2, getattr(config, "num_channels", 3), size, size)
             return {"pixel_values": torch.randn(shape, generator=generator)}
+        if main_input in _SOUND and self.input_kind(model) == "sound":
+            return _sample_sound(config, main_input, generator)
         if main_input != "input_ids" or not isinstance(vocabulary, int):
             return None
         tokens = math.isqrt(min(_SAMPLE_TOKENS, positions_of(model) or _SAMPLE_TOKENS)) ** 2
@@ -135,6 +143,20 @@ class HuggingFace(Host):
         if decodes and not given & {"decoder_input_ids", "decoder_inputs_embeds", "labels"}:
             missing.append("`decoder_input_ids` (or `labels`)")
         return missing
+
+
+def _sample_sound(config: Any, main_input: str, generator: torch.Generator) -> Batch | None:
+    """A few seconds of a wave, or the features of as much sound as a model has positions for; one sample of that."""
+    shape: tuple[int, ...] = (2, _SAMPLE_SOUND)
+    if main_input == "input_features":
+        bins, positions = (getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+        if not isinstance(bins, int) or not isinstance(positions, int):
+            return None
+        shape = (1, bins, 2 * positions)
+    batch = {main_input: torch.randn(shape, generator=generator)}
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = torch.zeros(shape[0], 2, dtype=torch.long)
+    return batch
 
 
 def _projection_names(module: nn.Module) -> tuple[str, str] | None:

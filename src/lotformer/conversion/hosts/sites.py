@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MECHANISM = "mechanism"
 """Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""
 
-TokenKind = Literal["text", "image"]
+TokenKind = Literal["text", "image", "sound"]
+"""Words, patches on a grid, or frames of sound in a row."""
 
 _RECORD = "_lotformer_conversion"
 

@@ -25,7 +25,7 @@ def special_tokens(model: nn.Module, name: str) -> int:
 
 
 def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
-    """The kind of tokens that reach the module called `name`: words, or patches on a grid; None if unknown."""
+    """The kind of tokens that reach the module called `name`: words, sound, or patches on a grid; None if unknown."""
     if patches_before(model, name) is not None:
         return "image"
     hosts = present()
@@ -33,7 +33,7 @@ def tokens_before(model: nn.Module, name: str) -> TokenKind | None:
         for host in hosts:
             kind = host.input_kind(enclosure)
             if kind is not None:
-                return "text" if kind == "text" else None
+                return kind if kind in ("text", "sound") else None
     return None
 
 
@@ -45,8 +45,8 @@ def patches_before(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
             found = host.patches(enclosure)
             if found is not None:
                 return outer, found
-        if any(host.input_kind(enclosure) in ("text", "other") for host in hosts):
-            return None  # the text half of a model; patches further out are not its own
+        if any(host.input_kind(enclosure) in ("text", "sound", "other") for host in hosts):
+            return None  # another half of a model; patches further out are not its own
     return None
 
 

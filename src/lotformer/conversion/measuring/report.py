@@ -11,7 +11,10 @@ from ..hosts.positions import Positions
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention module of the model: converted, or skipped for a reason."""
+    """One attention module of the model: converted, or skipped for a reason.
+
+    A layer that is converted without a window has its reason, too.
+    """
 
     name: str
     kind: str
@@ -36,7 +39,8 @@ class ConversionReport:
     """Layers converted and skipped, parameters added, and how much the output moved on a probe batch.
 
     `longest` is the number of tokens that the model has learned positions for, `positions` how they were stretched;
-    `towers` are options beside `options` where texts, or images, are read, in a model that reads both.
+    `towers` are options beside `options` where texts, images or sound are read, in a model that reads several of them.
+    `unasked` names the converted layers that have no window though nobody has asked for that.
     """
 
     model: str
@@ -47,6 +51,7 @@ class ConversionReport:
     towers: dict[str, dict[str, Any]] = field(default_factory=dict)
     positions: Positions | None = None
     longest: int | None = None
+    unasked: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[Layer, ...]:
@@ -60,6 +65,19 @@ class ConversionReport:
     def parameters_added(self) -> int:
         return sum(layer.parameters_added for layer in self.layers)
 
+    @property
+    def advice(self) -> str:
+        """What to do about layers that have no window; empty where there is nothing to do."""
+        if not self.unasked:
+            return ""
+        names = ", ".join(name or "the module itself" for name in self.unasked[:3])
+        names += f" and {len(self.unasked) - 3} more" if len(self.unasked) > 3 else ""
+        return (
+            f"no window in {_counted(len(self.unasked), 'layer')} ({names}), which costs a trained model most: give "
+            'window="1d" for tokens in a row (text, sound, time), window="2d" for patches of an image, or '
+            "window=None to leave it so"
+        )
+
     def __str__(self) -> str:
         options = _spelled(_notable(self.mechanism, self.options))
         for tokens, own in self.towers.items():
@@ -69,8 +87,10 @@ class ConversionReport:
             f"{self.model}: {_counted(len(self.converted), 'attention layer')} now use {self.mechanism!r} ({options}), "
             f"{self.parameters_added:,} parameters added"
         ]
-        lines += [f"  converted  {layer}" for layer in self.converted]
+        lines += [f"  converted  {layer}" + (f", {layer.reason}" if layer.reason else "") for layer in self.converted]
         lines += [f"  left alone {layer}: {layer.reason}" for layer in self.skipped]
+        if self.advice:
+            lines.append(f"  {self.advice}")
         if self.positions is not None:
             lines.append(
                 f"  reads up to {self.positions.tokens:,} tokens: the {self.positions.trained:,} positions it has "
