@@ -77,6 +77,11 @@ class LOTConfig(Part):
         "them. Local mixing sees all values.",
         0.0,
     )
+    softmax_up_to: int = option(
+        "inputs of up to so many tokens, padding included, are read by exact softmax, which is faster there; not while "
+        "gradients are recorded, nor in an exported model.",
+        0,
+    )
     backend: str | None = option("None picks the fastest that can run the problem; a name forces it.", None)
 
     def _check(self) -> None:
@@ -87,6 +92,7 @@ class LOTConfig(Part):
         require_one_of("balance", self.balance, Balance)
         require_one_of("key_masses", self.key_masses, KeyMassKind)
         require_probability("dropout", self.dropout)
+        require_count("softmax_up_to", self.softmax_up_to, least=0)
         known = names()
         if self.backend is not None and self.backend not in known:
             raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {self.backend!r}.")

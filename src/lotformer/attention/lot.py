@@ -41,8 +41,10 @@ class LOT(LOTParts):
 
     def attend(self, inputs: Inputs) -> Tensor:
         sides = self._token_sides(inputs)
-        if self._is_read_whole(inputs.q, inputs.grid):
+        if self._is_read_whole(max(inputs.q.shape[2], inputs.k.shape[2]), inputs.grid):
             v = self._dropped(inputs.v)
+            if self.local is None and (self.prefix is None or self.prefix.is_softmax(self.head_dim)):
+                return sides.softmax(v, prefix=True)
             return self._joined(sides, v, sides.softmax(v))
         return self._attended(sides) if self.found is None else self._through_groups(self.found, sides)
 
@@ -104,15 +106,18 @@ class LOT(LOTParts):
         # token by token in memory, as the layer reads it next: one copy instead of two
         return torch.cat([rows.transpose(1, 2), out.transpose(1, 2)], 1).transpose(1, 2)
 
-    def _is_read_whole(self, q: Tensor, grid: tuple[int, int] | None) -> bool:
-        """True if nothing is left to transport, so that fused softmax computes the same with less work.
+    def _is_read_whole(self, tokens: int, grid: tuple[int, int] | None) -> bool:
+        """True if nothing is left to transport, or so little that fused softmax is faster (`softmax_up_to`).
 
         Not while learning, where parameters without a gradient would surprise whoever averages gradients over
         processes, nor for an exported model, whose length may not be known.
         """
         if torch.is_grad_enabled() or torch.compiler.is_exporting():
             return False
-        return self._sees_all(q.shape[2], grid)
+        return self._leaves_to_softmax(tokens, grid)
+
+    def _leaves_to_softmax(self, tokens: int, grid: tuple[int, int] | None) -> bool:
+        return tokens <= self.config.softmax_up_to or self._sees_all(tokens, grid)
 
     def coupling(
         self,
@@ -155,6 +160,8 @@ class LOT(LOTParts):
             return "pivots are found among the keys"
         if self.near is not None:
             return "a window compares queries with keys"
+        if self.config.softmax_up_to:
+            return f"softmax_up_to={self.config.softmax_up_to} compares the queries of short inputs with their keys"
         return None if self.pooling is None else "input-aware pivots are pooled from the keys"
 
     def is_cheaper_unformed(self, width: int, tokens: int | None) -> bool:
@@ -162,8 +169,8 @@ class LOT(LOTParts):
         return is_cheaper(self, width, tokens)
 
     def is_softmax(self, tokens: int, grid: tuple[int, int] | None = None) -> bool:
-        """True if it computes softmax attention on a sequence this long: every window holds all keys."""
-        if self.local is not None or not self._sees_all(tokens, grid):
+        """True if it computes softmax attention on a sequence this long: short, or within every window."""
+        if self.local is not None or not self._leaves_to_softmax(tokens, grid):
             return False
         return self.prefix is None or self.prefix.is_softmax(self.head_dim)
 

@@ -83,12 +83,14 @@ class TokenSides(Sides):
         )
         return near
 
-    def softmax(self, v: Tensor) -> Tensor:
-        """Softmax attention of the tokens after the prefix over all real keys, in the precision of the queries."""
-        q, k = self.body.q, self.whole.k
+    def softmax(self, v: Tensor, *, prefix: bool = False) -> Tensor:
+        """Softmax attention over all real keys, in the precision of the queries: of the tokens after the prefix, or all.
+        """
+        reading, k = self.whole if prefix else self.body, self.whole.k
+        q = reading.q
         k, v = (zero_padding(x, self.key_mask).to(q.dtype) for x in (k, v))
         with no_autocast(q.device.type):
-            return zero_padding(fused_softmax(q, k, v, self.whole.allowed), self.body.query_mask)
+            return zero_padding(fused_softmax(q, k, v, self.whole.allowed), reading.query_mask)
 
 
 def clean_prefix(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import conversion
 from ..attention.config import OPTIONS
 from ..conversion.api import WINDOW_SIZES
+from ..conversion.hosts.sites import softmax_up_to, transporting
 from ..conversion.measuring.fidelity import fidelity
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
@@ -64,6 +65,11 @@ class ConvertSettings(Settings):
             **WINDOW_SIZES
         ),
         at_least=1,
+    )
+    softmax_up_to: int | None = setting(
+        None,
+        "Tokens up to which inputs are read by softmax, which is faster there; measured by default. 0: LOT reads all.",
+        at_least=0,
     )
     max_positions: int | None = setting(
         None, "Tokens that a text encoder is to read: its learned positions are interpolated.", at_least=1
@@ -167,6 +173,8 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
         source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, steps=steps
     )
     options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
+    if settings.softmax_up_to is not None:
+        options["softmax_up_to"] = settings.softmax_up_to
     for name in ("balance", "pivots"):  # other mechanisms have no such options
         if getattr(settings, name) != _default(conversion.convert, name):
             options[name] = getattr(settings, name)
@@ -219,6 +227,10 @@ class _Comparison:
         self.rows: list[tuple[str, ...]] = []
 
     def add(self, stage: str, seconds: float) -> None:
+        with transporting(self.subject.body):
+            self._add(stage, seconds)
+
+    def _add(self, stage: str, seconds: float) -> None:
         kept = fidelity(self.vectors, self.subject.embeddings())
         row = [stage, f"{kept.cosine:.4f}", f"{kept.rank_correlation:.4f}", f"{100 * kept.neighbour_agreement:.0f} %"]
         if self.translations is not None and self.subject.translate is not None:
@@ -235,6 +247,8 @@ class _Comparison:
         columns += ["residual,\nmax", "d.s. error,\nmean", "seconds"]
         title = f"What is left of the original, on {count} inputs kept back"
         title += f", of up to {self.subject.longest} tokens" if self.subject.longest else ""
+        short = softmax_up_to(self.subject.body)
+        title += f"; read by LOT, though the model reads inputs of up to {short} tokens as before" if short else ""
         return Table(title, tuple(columns), tuple(self.rows))
 
 

@@ -20,10 +20,11 @@ from ..nn.windows import WindowKind
 from ..ops.problem import Balance
 from . import hosts
 from .hosts import positions
-from .hosts.sites import Site, Skipped, TokenKind, converted, require_unfolded
+from .hosts.sites import Site, Skipped, TokenKind, converted, require_unfolded, transporting
 from .hosts.tokens import special_tokens, tokens_before
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
+from .measuring.break_even import break_even
 from .measuring.report import ConversionReport, Layer
 from .recipe import Recipe
 from .schema import takes
@@ -84,7 +85,8 @@ def convert(
             and speech encoders `window="1d"`, 129 tokens: tokens read their neighbours and such special tokens by
             softmax, which trained models need more than anything else. Models of two towers get each where it belongs.
             `window=None, prefix_tokens=0` is transport alone. Where it is not known what the tokens are, there is no
-            window; a warning and the report name such layers.
+            window; a warning and the report name such layers. Layers with a window read inputs by softmax that are so
+            short that it is faster; up to which length is measured on this machine unless `softmax_up_to` says.
 
     Returns:
         What was converted, what was left alone and why.
@@ -118,6 +120,7 @@ def convert(
     near, towers = _near(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
     _require_parts(mechanism, options, recipe)
+    recipe = _with_break_even(model, recipe, sites, settings)
     if max_positions is not None:
         recipe = replace(recipe, positions=positions.plan(model, max_positions))
 
@@ -128,7 +131,8 @@ def convert(
     # not asked for: it must work, too
     ours = before is not None and "window" not in settings and any(part.get("window") == "2d" for part in chosen)
     try:
-        after = probing.output(model, inputs, made_up=probe is None and not ours)
+        with transporting(model):
+            after = probing.output(model, inputs, made_up=probe is None and not ours)
     except Exception as error:  # the user's batch must work, or nothing has happened
         take_out(model)
         if ours:
@@ -171,7 +175,8 @@ def _convert_all_but(
         raise ValueError('layers="auto" looks at what the layers do: give a batch of real inputs, `probe=`.')
     report = convert(model, mechanism, probe=probe, **options)
     try:
-        errors = fresh_errors(model, probe)
+        with transporting(model):
+            errors = fresh_errors(model, probe)
     finally:
         take_out(model)
     if errors is None:
@@ -315,6 +320,28 @@ def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int)
 
 
 _SUITED: dict[WindowKind, TokenKind] = {"1d": "text", "2d": "image"}
+
+
+def _with_break_even(model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]) -> Recipe:
+    """With the length up to which softmax is faster here, if nobody has said one.
+
+    Where there is no window, transport alone was asked for, whatever the length.
+    """
+    if not takes(recipe.mechanism, "softmax_up_to") or "softmax_up_to" in settings:
+        return recipe
+    like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    found: dict[TokenKind | None, int] = {}
+    for _, site in sites:
+        tokens = tokens_before(model, site.name)
+        options = recipe.options_for(tokens)
+        if options["window"] is not None:
+            length = break_even(site.num_heads, site.head_dim, LOTConfig.from_options(**options), like)
+            found[tokens] = max(length, found.get(tokens, 0))
+    if len(found) == 1 and not recipe.towers:
+        return replace(recipe, options={**recipe.options, "softmax_up_to": next(iter(found.values()))})
+    own = {tokens: {**recipe.towers.get(tokens, {}), "softmax_up_to": n} for tokens, n in found.items() if tokens}
+    return replace(recipe, towers={**recipe.towers, **own})
+
 
 _AS_ASKED = "without a window, as asked for"
 

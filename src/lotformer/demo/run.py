@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import conversion
 from ..attention.lot import LOT
 from ..attention.softmax import SoftmaxAttention
-from ..conversion.hosts.sites import mechanism_of, require_converted
+from ..conversion.hosts.sites import mechanism_of, require_converted, transporting
 from ..conversion.learning.activations import Activations, Attended
 from ..conversion.learning.objectives import dense
 from ..conversion.measuring.couplings import CouplingQuality
@@ -185,8 +185,9 @@ class _Judge:
     def stage(self, name: str, model: nn.Module, seconds: float) -> Stage:
         quality = conversion.coupling_quality(model, self.couplings)
         assert quality is not None
-        stage = Stage(name, fidelity(self.reference, embed(model, self.tokenizer, self.texts)), quality, seconds)
-        score = self._sts(model)
+        with transporting(model):  # passages are so short that softmax would read some
+            stage = Stage(name, fidelity(self.reference, embed(model, self.tokenizer, self.texts)), quality, seconds)
+            score = self._sts(model)
         if score is None or self.sts_softmax is None:
             return stage
         return replace(stage, sts_recovered=score / self.sts_softmax)

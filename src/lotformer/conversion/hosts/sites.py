@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
 from ...attention import Attention
+from ...attention.config import LOTConfig
 from ...attention.host_masks import key_mask_from
+from ...attention.lot import LOT
 from ...nn.grids import GridSource
 
 if TYPE_CHECKING:
@@ -144,6 +146,27 @@ def require_unfolded(model: nn.Module, what: str) -> None:
                 f"{name} is folded for inference, which has no queries and keys any more: {what} the model before "
                 "`lotformer.fold`."
             )
+
+
+@contextmanager
+def transporting(model: nn.Module) -> Iterator[None]:
+    """While inside, LOT reads inputs of every length itself, also those that it otherwise leaves to softmax.
+
+    What is learned or said of a conversion is learned and said of LOT, not of the softmax that short inputs get.
+    """
+    switched = [(m, m.config.softmax_up_to) for m in model.modules() if isinstance(m, LOT) and m.config.softmax_up_to]
+    try:
+        for mechanism, _ in switched:
+            mechanism.config = replace(mechanism.config, softmax_up_to=0)
+        yield
+    finally:
+        for mechanism, tokens in switched:
+            mechanism.config = replace(mechanism.config, softmax_up_to=tokens)
+
+
+def softmax_up_to(model: nn.Module) -> int:
+    """The length up to which every converted layer of a model reads by softmax, as the original does."""
+    return min((getattr(mechanism_of(m), "config", LOTConfig()).softmax_up_to for _, m in converted(model)), default=0)
 
 
 @contextmanager

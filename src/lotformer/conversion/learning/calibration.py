@@ -23,7 +23,7 @@ from ...training.finite import NonFiniteError, better
 from ...training.loop import Loop, LoopSettings, OnStep
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates
-from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_unfolded
+from ..hosts.sites import MECHANISM, mechanism_of, require_converted, require_unfolded, softmax_up_to, transporting
 from ..measuring.forecast import Forecast, forecast
 from .activations import Activations, OnBatch
 from .exact_share import ExactShare
@@ -47,6 +47,7 @@ class CalibrationReport:
         stopped: "finished", "no improvement", or "nothing to learn" from inputs within the window.
         forecast: what to expect of the whole model, from the held-back batches: errors of layers compound.
         longest: tokens of the longest input; what is said here does not hold for much longer ones.
+        softmax_up_to: the length up to which the model reads by softmax. What is said here is of LOT, at any length.
     """
 
     objective: Objective
@@ -59,6 +60,7 @@ class CalibrationReport:
     losses: tuple[float, ...]
     forecast: Forecast | None = None
     longest: int = 0
+    softmax_up_to: int = 0
 
     @property
     def mean_error_before(self) -> float:
@@ -74,10 +76,14 @@ class CalibrationReport:
                 f"there was {_NOTHING}: the inputs that were drawn, of at most {self.longest} tokens, are read as "
                 "before. If the model will read longer ones, calibrate on such texts."
             )
+        short = "" if self.longest > self.softmax_up_to else (
+            f"; the model reads inputs this short, of up to {self.softmax_up_to} tokens, by softmax, and what is said "
+            "here is of LOT: calibrate on longer ones, if it will read such"
+        )  # fmt: skip
         return (
             f"calibrated {len(self.error_after)} layers in {self.steps} steps, {self.seconds:.0f} s ({self.stopped}), "
             f"on inputs of up to {self.longest} tokens: mean relative output error {self.mean_error_before:.3f} → "
-            f"{self.mean_error_after:.4f}" + ("" if self.forecast is None else f"; {self.forecast}")
+            f"{self.mean_error_after:.4f}" + ("" if self.forecast is None else f"; {self.forecast}") + short
         )
 
 
@@ -162,6 +168,7 @@ def calibrate(
     held = held or pool  # too few to hold any back serve for both
     wanted = {*held, *_drawn(pool, seed, steps)}
     with (
+        transporting(model),
         Activations(model, given, wanted, memory_limit=memory_limit, on_batch=on_batch) as cache,
         _training(mechanisms.values()),
     ):
@@ -196,6 +203,7 @@ def calibrate(
         losses=tuple(loop.losses),
         forecast=expected,
         longest=longest,
+        softmax_up_to=softmax_up_to(model),
     )
 
 

@@ -26,7 +26,7 @@ from ...training.precision import widened
 from ...training.stream import Shuffled
 from ...training.updates import LocalUpdates, ParamGroup
 from ..calling import call
-from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded
+from ..hosts.sites import MECHANISM, converted, mechanism_of, require_converted, require_unfolded, transporting
 from .exact_share import ExactShare
 from .held_back import apart, require_learning, require_share
 from .identity import identity
@@ -151,9 +151,9 @@ def finetune(
         require_converted(model)
         teacher = softmax_copy(model) if teacher is None else teacher
     start = time.perf_counter()
-    solver = ExactShare([mechanism_of(module) for _, module in converted(model)], steps, exact_share)
     pool, held = apart(len(batches), holdout if loss is None else 0.0)
-    with _trainable(model, dropout=loss is not None, embeddings=not freeze_embeddings):
+    with transporting(model), _trainable(model, dropout=loss is not None, embeddings=not freeze_embeddings):
+        solver = ExactShare([mechanism_of(module) for _, module in converted(model)], steps, exact_share)
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         groups = _groups(model, lr, mechanism_lr, weight_decay)
         file, begun = None, None

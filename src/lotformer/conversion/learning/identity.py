@@ -11,6 +11,11 @@ from ...training.fingerprints import fingerprint, shapes
 from ..hosts.sites import converted, record_of
 
 
+def _what_is_learned(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the length up to which softmax takes over, which is measured anew in every run."""
+    return {name: value for name, value in sorted(options.items()) if name != "softmax_up_to"}
+
+
 def identity(
     kind: str,
     model: nn.Module,
@@ -32,7 +37,7 @@ def identity(
         "settings": dict(settings),
         "mechanisms": {
             # sorted: a recipe that was read from a file may name its options in another order
-            name: f"{r.recipe.mechanism} {dict(sorted(r.recipe.options_for(r.tokens).items()))}"
+            name: f"{r.recipe.mechanism} {_what_is_learned(r.recipe.options_for(r.tokens))}"
             for name, r in layers.items()
             if r is not None
         },

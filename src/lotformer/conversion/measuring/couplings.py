@@ -17,6 +17,7 @@ from ...attention.masking import zero_padding
 from ...data.batches import Batch
 from ...ops import Coupling
 from ..calling import call
+from ..hosts.sites import transporting
 
 _A = TypeVar("_A", bound=Attention)
 
@@ -114,7 +115,8 @@ def _column_sums(mechanism: Attention, called: _Call) -> Tensor:
 def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQuality | None:
     """Run the model on the batches and look at every coupling in it; None if it has no matrices to look at.
 
-    The model is a converted one, or has layers of ours: `AttentionLayer`, `lotformer.models`. Of a convolution beside
+    The model is a converted one, or has layers of ours: `AttentionLayer`, `lotformer.models`. Couplings of inputs so
+    short that the model leaves them to softmax (`softmax_up_to`) are looked at, too. Of a convolution beside
     the attention nothing is said: it has no rows and columns.
 
     Raises:
@@ -149,7 +151,7 @@ def coupling_quality(model: nn.Module, batches: Iterable[Batch]) -> CouplingQual
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with _watched(looked_at, look):
+        with transporting(model), _watched(looked_at, look):
             for batch in batches:
                 call(model, batch)
     finally:

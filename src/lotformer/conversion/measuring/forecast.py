@@ -12,7 +12,7 @@ from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
 from ...data.batches import Batch, main_tensor, pooled
 from ..calling import call
-from ..hosts.sites import require_converted, substituted
+from ..hosts.sites import require_converted, substituted, transporting
 
 READY = 0.98
 """The mean cosine with the original's outputs from which on a converted model can be used as it is."""
@@ -51,7 +51,10 @@ class Forecast:
 
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Sequence[Batch], softmax: frozenset[str] | None = frozenset()) -> list[Tensor]:
-    """Outputs `(B, C)` in evaluation mode, with softmax in the named layers; None names all of them."""
+    """Outputs `(B, C)` in evaluation mode, with softmax in the named layers; None names all of them.
+
+    The others transport inputs of every length.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
 
@@ -60,7 +63,7 @@ def outputs(model: nn.Module, batches: Sequence[Batch], softmax: frozenset[str] 
         return mechanism if kept else SoftmaxAttention(mechanism.head_dim, mechanism.num_heads)
 
     try:
-        with substituted(model, chosen):
+        with transporting(model), substituted(model, chosen):
             return [pooled(main_tensor(call(model, batch)), batch).float() for batch in batches]
     finally:
         for module, training in modes.items():

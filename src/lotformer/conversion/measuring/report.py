@@ -66,6 +66,12 @@ class ConversionReport:
         return sum(layer.parameters_added for layer in self.layers)
 
     @property
+    def softmax_up_to(self) -> dict[str, int]:
+        """The length up to which layers read by softmax, by what they read; nothing where LOT reads every length."""
+        asked = {"inputs": self.options, **self.towers} if self.mechanism == "lot" else {}
+        return {tokens: own["softmax_up_to"] for tokens, own in asked.items() if own.get("softmax_up_to")}
+
+    @property
     def advice(self) -> str:
         """What to do about layers that have no window; empty where there is nothing to do."""
         if not self.unasked:
@@ -89,6 +95,11 @@ class ConversionReport:
         ]
         lines += [f"  converted  {layer}" + (f", {layer.reason}" if layer.reason else "") for layer in self.converted]
         lines += [f"  left alone {layer}: {layer.reason}" for layer in self.skipped]
+        for tokens, length in self.softmax_up_to.items():
+            lines.append(
+                f"  reads {tokens} of up to {length:,} tokens, padding included, by softmax, which is faster there: "
+                "what comes out is the original's"
+            )
         if self.advice:
             lines.append(f"  {self.advice}")
         if self.positions is not None:
@@ -102,8 +113,9 @@ class ConversionReport:
                 "interpolates them for longer texts"
             )
         if self.probe is not None:
+            reader = ", read by LOT" if self.softmax_up_to else ""
             lines.append(
-                f"  on a probe batch, before calibration: relative change {self.probe.relative_change:.2g}, "
+                f"  on a probe batch{reader}, before calibration: relative change {self.probe.relative_change:.2g}, "
                 f"cosine {self.probe.cosine:.5f}"
             )
         return "\n".join(lines)
