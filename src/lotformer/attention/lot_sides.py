@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from ..nn.softmax import fused_softmax
+from ..nn.softmax import softmax_of_real
 from ..ops import Transport
 from ..ops.precision import no_autocast
 from .inputs import Inputs
@@ -88,9 +88,8 @@ class TokenSides(Sides):
         """
         reading, k = self.whole if prefix else self.body, self.whole.k
         q = reading.q
-        k, v = (zero_padding(x, self.key_mask).to(q.dtype) for x in (k, v))
         with no_autocast(q.device.type):
-            return zero_padding(fused_softmax(q, k, v, self.whole.allowed), reading.query_mask)
+            return zero_padding(softmax_of_real(q, k.to(q.dtype), v.to(q.dtype), self.key_mask), reading.query_mask)
 
 
 def clean_prefix(x: Tensor, mask: Tensor | None) -> Tensor:

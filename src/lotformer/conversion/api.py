@@ -327,7 +327,7 @@ def _with_break_even(model: nn.Module, recipe: Recipe, sites: Sequence[Located],
 
     Where there is no window, transport alone was asked for, whatever the length.
     """
-    if not takes(recipe.mechanism, "softmax_up_to") or "softmax_up_to" in settings:
+    if recipe.mechanism != "lot" or "softmax_up_to" in settings:
         return recipe
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     found: dict[TokenKind | None, int] = {}
@@ -350,7 +350,7 @@ def _without_window(
     model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]
 ) -> dict[str, str]:
     """Why layers that could have a window have none, by the name of the layer."""
-    if not takes(recipe.mechanism, "window"):
+    if recipe.mechanism != "lot":
         return {}
     asked = "window" in settings or settings.get("key_masses") == "uniform"
     found = {}

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.plain.pooling import pool_by_scores
 from .checks import is_number, require_moderate
-from .padding import zero_padding
-from .softmax import fused_softmax
+from .softmax import softmax_of_real
 
 DEFAULT_POWERS = (1.0, 0.5)
 _LARGEST_POWER = 8  # of scores of thousands, in fp32
@@ -60,8 +59,7 @@ class PrefixRows(nn.Module):
         beta = self.temperature(q.shape[-1])
         if self.polarize:
             return ops.pool(q, k, v, key_mask, beta, self.powers, backend=backend)
-        k, v = zero_padding(k, key_mask), zero_padding(v, key_mask)
-        return fused_softmax(q, k, v, None if key_mask is None else key_mask[:, None, None, :], beta)
+        return softmax_of_real(q, k, v, key_mask, beta)
 
     def temperature(self, head_dim: int) -> float:
         """β in force."""
