@@ -9,6 +9,7 @@ PACKAGES = {
     "figures": ("matplotlib",),
     "vision": ("timm",),
     "text": ("transformers", "tokenizers", "safetensors", "torchmetrics", "scipy", "sacrebleu", "sentencepiece"),
+    "audio": ("soundfile",),
     "train": ("accelerate", "timm", "tensorboard"),
     "gpu": ("triton",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),

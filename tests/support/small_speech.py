@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import tokenizers
 import torch
 import transformers
 from torch import Tensor
 
-FRAMES = 48
+FRAMES = 50
 """Tokens in the encoder of the small Whisper."""
 
 
@@ -19,6 +22,20 @@ def whisper(**changes: object) -> transformers.WhisperForConditionalGeneration:
     torch.manual_seed(0)
     config = transformers.WhisperConfig(**{**sizes, **special, **changes})
     return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+def save_whisper(folder: Path) -> transformers.WhisperForConditionalGeneration:
+    """A checkpoint with all that transcribing takes: it hears a second at a time, and knows sixty words."""
+    model = whisper()
+    model.generation_config.max_length = 12
+    model.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=1).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"word{i}": i for i in range(3, 60)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return model
 
 
 def features(batch: int = 2, seed: int = 1) -> Tensor:

@@ -11,13 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from torch import Tensor
 
 from .. import conversion
 from ..attention.config import OPTIONS
 from ..conversion.api import WINDOW_SIZES
-from ..conversion.hosts.sites import softmax_up_to, transporting
-from ..conversion.measuring.fidelity import fidelity
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
 from ..data.checkpoints import checkpoint_root, encoder_part
@@ -26,6 +23,7 @@ from ..nn.key_masses import KeyMassKind
 from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from ..settings import Settings, setting
+from .comparison import Comparison
 from .settings import with_settings
 from .subjects import Subject, open_subject
 from .tables import Table
@@ -76,6 +74,9 @@ class ConvertSettings(Settings):
     )
     texts: Path | None = setting(None, "File of texts to calibrate on, one per line; Python's manual by default.")
     images: Path | None = setting(None, "Folder of images to calibrate a vision model on, with its sub-folders.")
+    audio: Path | None = setting(
+        None, "Folder of recordings to calibrate a speech model on (WAV, FLAC, Ogg), with its sub-folders."
+    )
     model: str | None = setting(None, "Name of the model in timm, if the source is a file of its weights.")
     size: int | None = setting(None, "Pixels a side for a vision model; its own by default.", at_least=1)
     steps: int = setting(_default(conversion.calibrate, "steps"), "Steps of calibration; 0 converts only.", at_least=0)
@@ -98,9 +99,9 @@ def convert(
 ) -> None:
     """Swap the attention of a trained model, calibrate it, and save it as a checkpoint that loads as usual.
 
-    Text encoders, vision transformers and the encoders of translation models; what is left of the original is measured
-    on inputs that were kept back. A sentence-transformers checkpoint stays one, with its pooling, normalisation and
-    maximum length. An interrupted calibration goes on when the same command is given again.
+    Text encoders, vision transformers, speech encoders and the encoders of translation models; what is left of the
+    original is measured on inputs that were kept back. A sentence-transformers checkpoint stays one, with its pooling,
+    normalisation and maximum length. An interrupted calibration goes on when the same command is given again.
     """
     console = Console()
     with one_clear_error(console, f"Cannot convert {source}"):
@@ -170,8 +171,9 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
     torch.manual_seed(settings.seed)
     steps = max(settings.steps, settings.finetune_steps)
     subject = open_subject(
-        source, model=settings.model, texts=settings.texts, images=settings.images, size=settings.size, steps=steps
-    )
+        source, model=settings.model, texts=settings.texts, images=settings.images, audio=settings.audio,
+        size=settings.size, steps=steps,
+    )  # fmt: skip
     options: dict[str, Any] = {"rank": settings.rank, "eps": settings.eps, "key_masses": settings.key_masses}
     if settings.softmax_up_to is not None:
         options["softmax_up_to"] = settings.softmax_up_to
@@ -186,8 +188,8 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
         options["window"] = settings.window
     if settings.window_size is not None:
         options["window_size"] = settings.window_size
-    before = _Comparison(subject) if steps else None
-    say(console, str(conversion.convert(subject.body, settings.mechanism, **options)))
+    before = Comparison(subject) if steps else None
+    say(console, str(conversion.convert(subject.model, settings.mechanism, **options)))
     if before is None:
         return subject, None
     before.add("converted", 0.0)
@@ -203,7 +205,7 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
                 checkpoint=progress, on_step=show("calibrating"),
                 on_batch=lambda now, total: listen("running the original", now, total),
             )  # fmt: skip
-            say(console, str(report))
+            say(console, str(report.within(subject.prefix)))
             before.add("calibrated", report.seconds)
         if settings.finetune_steps:
             tuned = conversion.finetune(
@@ -215,52 +217,3 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
     table = before.table()
     show_table(console, table)
     return subject, table
-
-
-class _Comparison:
-    """Fidelity to the original, stage by stage, on inputs that were kept back."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.vectors: Tensor = subject.embeddings()
-        self.translations = subject.translate() if subject.translate is not None and _can_score() else None
-        self.rows: list[tuple[str, ...]] = []
-
-    def add(self, stage: str, seconds: float) -> None:
-        with transporting(self.subject.body):
-            self._add(stage, seconds)
-
-    def _add(self, stage: str, seconds: float) -> None:
-        kept = fidelity(self.vectors, self.subject.embeddings())
-        row = [stage, f"{kept.cosine:.4f}", f"{kept.rank_correlation:.4f}", f"{100 * kept.neighbour_agreement:.0f} %"]
-        if self.translations is not None and self.subject.translate is not None:
-            row.append(f"{_bleu(self.subject.translate(), self.translations):.1f}")
-        quality = conversion.coupling_quality(self.subject.body, self.subject.held[:2])
-        residual = "–" if quality is None or quality.residual_max is None else f"{quality.residual_max:.0e}"
-        error = "–" if quality is None else f"{quality.doubly_stochastic_mean:.2g}"
-        self.rows.append((*row, residual, error, f"{seconds:.0f}"))
-
-    def table(self) -> Table:
-        count = self.vectors.shape[0]
-        columns = ["", "cosine", "rank\ncorrelation", "same nearest\nneighbour"]
-        columns += ["BLEU against the\noriginal's translations"] if self.translations is not None else []
-        columns += ["residual,\nmax", "d.s. error,\nmean", "seconds"]
-        title = f"What is left of the original, on {count} inputs kept back"
-        title += f", of up to {self.subject.longest} tokens" if self.subject.longest else ""
-        short = softmax_up_to(self.subject.body)
-        title += f"; read by LOT, though the model reads inputs of up to {short} tokens as before" if short else ""
-        return Table(title, tuple(columns), tuple(self.rows))
-
-
-def _can_score() -> bool:
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _bleu(found: list[str], references: list[str]) -> float:
-    from sacrebleu.metrics import BLEU
-
-    return float(BLEU().corpus_score(found, [references]).score)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import conversion
+from ..conversion import hosts
 from ..conversion.calling import call
-from ..data.batches import Batch, main_tensor, pooled
+from ..data.batches import Batch, inputs_of, main_tensor, pooled, tensors_of
 from ..data.checkpoints import checkpoint_root, encoder_part, fill_like
 from ..data.images import open_image
 from ..data.prose import python_reference
 from ..data.text import load_tokenizer, text_batches
 from ..reading import read_lines
+from .recordings import read_recordings
 
 _PICTURES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 _HELD = 128  # inputs to compare on, at most
@@ -27,8 +29,9 @@ _HELD = 128  # inputs to compare on, at most
 class Subject:
     """A model to convert. `body` is the part that is converted and taught, `held` what it is compared on.
 
-    `translate` turns the held-back texts into another language; None if the model does not. `fill` saves the model into
-    a folder, with what came with it.
+    `translate` turns the held-back texts into another language; None if the model does not. `transcribe` writes down
+    what is said in held-back recordings, and `said` is what really is. `fill` saves the model into a folder, with what
+    came with it.
     """
 
     model: Any
@@ -38,6 +41,20 @@ class Subject:
     translate: Callable[[], list[str]] | None
     fill: Callable[[Path], None]
     how_to_load: str
+    transcribe: Callable[[], list[str]] | None = None
+    said: Sequence[str | None] = ()
+    is_sound: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """What names in the model have before names in its body."""
+        name = next((name for name, module in self.model.named_modules() if module is self.body), "")
+        return name and f"{name}."
+
+    @property
+    def count(self) -> int:
+        """How many inputs are held back."""
+        return sum(len(next(iter(tensors_of(inputs_of(batch)).values()))) for batch in self.held)
 
     @property
     def longest(self) -> int:
@@ -45,22 +62,39 @@ class Subject:
         texts = (batch for batch in self.held if isinstance(batch, Mapping) and "input_ids" in batch)
         return max((batch["input_ids"].shape[1] for batch in texts), default=0)
 
-    @torch.no_grad()
     def embeddings(self) -> Tensor:
         """Unit vectors of the held-back inputs: outputs, or means of hidden states over real tokens."""
+        found = [pooled(hidden, batch).float() for hidden, batch in zip(self._hidden(), self.held, strict=True)]
+        return nn.functional.normalize(torch.cat([x.flatten(1) for x in found]), dim=-1)
+
+    def states(self) -> Tensor:
+        """Unit vectors of all tokens of the held-back inputs."""
+        return nn.functional.normalize(torch.cat([x.float().flatten(0, -2) for x in self._hidden()]), dim=-1)
+
+    @torch.no_grad()
+    def _hidden(self) -> list[Tensor]:
         training = self.body.training
         self.body.eval()
-        found = [pooled(main_tensor(call(self.body, batch)), batch).float() for batch in self.held]
-        self.body.train(training)
-        return nn.functional.normalize(torch.cat([x.flatten(1) for x in found]), dim=-1)
+        try:
+            return [main_tensor(call(self.body, batch)) for batch in self.held]
+        finally:
+            self.body.train(training)
 
 
 def open_subject(
-    source: str, *, model: str | None, texts: Path | None, images: Path | None, size: int | None, steps: int
+    source: str,
+    *,
+    model: str | None,
+    texts: Path | None,
+    images: Path | None,
+    audio: Path | None,
+    size: int | None,
+    steps: int,
 ) -> Subject:
-    """A timm model from a file of weights, or a Hugging Face checkpoint for texts, images or translation.
+    """A timm model from a file of weights, or a Hugging Face checkpoint for texts, images, speech or translation.
 
-    Images are read for as many `steps` as will be learned, spread over their folder; for none, nothing is read.
+    Images and recordings are read for as many `steps` as will be learned, spread over their folder; for none, nothing
+    is read.
     """
     if model is not None:
         return _timm(Path(source), model, images, size, steps)
@@ -78,11 +112,17 @@ def open_subject(
         learned, held = _apart([{"pixel_values": batch} for batch in _image_batches(images, picture, steps)])
         return Subject(loaded, loaded, learned, held, None, fill, _with_transformers(loaded))
     body = loaded.get_encoder() if loaded.config.is_encoder_decoder else loaded
+    if any(host.input_kind(loaded) == "sound" for host in hosts.present()):
+        heard = read_recordings(root, loaded, kind, audio, steps, _apart)
+        return Subject(
+            loaded, body, heard.learned, heard.held, None, fill, _with_transformers(loaded),
+            transcribe=heard.transcribe, said=heard.said, is_sound=True,
+        )  # fmt: skip
     if takes != "input_ids":
         if steps:
             raise ValueError(
-                f"{type(loaded).__name__} takes {takes}, and here models learn from texts or images: give --steps 0 to "
-                "convert only, then calibrate the result in Python, `lotformer.calibrate(model, batches)`."
+                f"{type(loaded).__name__} takes {takes}, and here models learn from texts, images or recordings: give "
+                "--steps 0 to convert only, then calibrate the result in Python, `lotformer.calibrate(model, batches)`."
             )
         return Subject(loaded, body, [], [], None, fill, _with_transformers(loaded))
     tokenizer = load_tokenizer(root / encoder_part(root))

@@ -108,9 +108,18 @@ def pooled(hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def real_tokens(hidden: Tensor, batch: Batch) -> Tensor | None:
-    """The padding mask of a batch `(B, N, 1)` in the dtype of its hidden states `(B, N, C)`, or None if it has none."""
+    """The padding mask of a batch `(B, N, 1)` in the dtype of its hidden states `(B, N, C)`, or None if it has none.
+
+    One of more samples than there are states, of a wave, is that of the states as far as they are all real.
+    """
     inputs = inputs_of(batch)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    if mask is None or mask.dim() != 2 or hidden.dim() != 3 or mask.shape != hidden.shape[:2]:
+    if mask is None or mask.dim() != 2 or hidden.dim() != 3 or mask.shape[0] != hidden.shape[0]:
+        return None
+    tokens = hidden.shape[1]
+    if mask.shape[1] >= 2 * tokens:
+        real = mask.sum(-1, keepdim=True) * tokens // mask.shape[1]
+        mask = torch.arange(tokens, device=mask.device) < real
+    if mask.shape != hidden.shape[:2]:
         return None
     return mask[..., None].to(hidden.dtype)

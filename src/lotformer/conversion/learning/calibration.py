@@ -70,6 +70,13 @@ class CalibrationReport:
     def mean_error_after(self) -> float:
         return sum(self.error_after.values()) / len(self.error_after)
 
+    def within(self, prefix: str) -> CalibrationReport:
+        """The same with the names that layers have in a model around this one, such as "model.encoder."."""
+        if self.forecast is None or not prefix:
+            return self
+        without = {prefix + name: cosine for name, cosine in self.forecast.without.items()}
+        return dataclasses.replace(self, forecast=dataclasses.replace(self.forecast, without=without))
+
     def __str__(self) -> str:
         if self.stopped == _NOTHING:
             return (

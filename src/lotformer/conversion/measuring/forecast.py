@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...attention.softmax import SoftmaxAttention
-from ...data.batches import Batch, main_tensor, pooled
+from ...data.batches import Batch, main_tensor, pooled, real_tokens
 from ..calling import call
-from ..hosts.sites import require_converted, substituted, transporting
+from ..hosts.sites import record_of, require_converted, substituted, transporting
 
 READY = 0.98
 """The mean cosine with the original's outputs from which on a converted model can be used as it is."""
@@ -26,7 +26,8 @@ class Forecast:
     """The model as a whole on inputs that calibration kept back.
 
     Attributes:
-        cosine: mean cosine between its outputs (hidden states: mean over real tokens) and the original's.
+        cosine: mean cosine between its outputs (hidden states: mean over real tokens, of sound every one) and the
+            original's.
         without: the same if one layer went back to softmax, by the name of that layer; where it was looked at.
     """
 
@@ -53,8 +54,9 @@ class Forecast:
 def outputs(model: nn.Module, batches: Sequence[Batch], softmax: frozenset[str] | None = frozenset()) -> list[Tensor]:
     """Outputs `(B, C)` in evaluation mode, with softmax in the named layers; None names all of them.
 
-    The others transport inputs of every length.
+    The others transport inputs of every length. Of sound, states of all real tokens: whoever transcribes reads each.
     """
+    told = _of_every_token if _hears(model) else pooled
     modes = {module: module.training for module in model.modules()}
     model.eval()
 
@@ -64,7 +66,7 @@ def outputs(model: nn.Module, batches: Sequence[Batch], softmax: frozenset[str] 
 
     try:
         with transporting(model), substituted(model, chosen):
-            return [pooled(main_tensor(call(model, batch)), batch).float() for batch in batches]
+            return [told(main_tensor(call(model, batch)), batch).float() for batch in batches]
     finally:
         for module, training in modes.items():
             module.training = training
@@ -82,6 +84,17 @@ def forecast(model: nn.Module, batches: Sequence[Batch], *, layers: bool = True)
             gain = _cosine(outputs(model, batches[:1], frozenset({name})), targets[:1]) - first
             without[name] = cosine + gain
     return Forecast(cosine, without)
+
+
+def _hears(model: nn.Module) -> bool:
+    records = (record_of(module) for _, module in require_converted(model))
+    return all(record is not None and record.tokens == "sound" for record in records)
+
+
+def _of_every_token(hidden: Tensor, batch: Batch) -> Tensor:
+    mask = real_tokens(hidden, batch)
+    states = hidden.flatten(0, -2)
+    return states if mask is None else states[mask.flatten().bool()]
 
 
 def _cosine(ours: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
