@@ -283,7 +283,7 @@ class TestProcessorsTravel:
         assert listen.model.generation_config.max_new_tokens == 4
         code, said = run(source, "--out", tmp_path / "other", "--rank", 4)
         assert code == 1
-        assert "takes input_features" in said
+        assert "give a folder of them, --audio" in said
 
     def test_of_sound(self, tmp_path):
         source = tmp_path / "wav2vec2"

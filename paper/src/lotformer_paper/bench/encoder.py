@@ -15,7 +15,7 @@ from lotformer import conversion
 from lotformer.attention import Sinkhorn
 from lotformer.attention.lot import LOT
 from lotformer.cli.tables import Table
-from lotformer.conversion.hosts.sites import converted, mechanism_of
+from lotformer.conversion.hosts.sites import converted, mechanism_of, transporting
 from lotformer.conversion.measuring.fidelity import fidelity
 from lotformer.data.checkpoints import checkpoint_folder
 from lotformer.data.prose import python_reference
@@ -102,7 +102,8 @@ def run(
         models[name] = model
         _require_agreement(model)
         quality = conversion.coupling_quality(model, text_batches(tokenizer, texts)[::4])
-        cosine = fidelity(expected, embed(model, tokenizer, texts)).cosine
+        with transporting(model):  # softmax, which short texts get, would say nothing
+            cosine = fidelity(expected, embed(model, tokenizer, texts)).cosine
         options = dict(conversion.recipe(model).options)
         residual = None if quality is None else quality.residual_max
         variants.append(Variant(name, checkpoint_source(root), options, cosine, residual))

@@ -36,6 +36,7 @@ from ..results.cells import Origin, Record
 from ..results.report import largest
 from ..results.sources import checkpoint_source, files_source
 from .engine import Cells, Experiment, Job, alike, described, names_among
+from .every_length import convert_at_every_length
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
 from .inputs import Encoder, GlueData, encoder_weights
 
@@ -262,7 +263,7 @@ class _Bench:
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
         model = self._model(cells.place(f"{self.task.name}/softmax"))
-        conversion.convert(model, method.mechanism, **method.options)
+        convert_at_every_length(model, method.mechanism, **method.options)
         if method.objective is not None:
             count = max(5, self.settings.calibration_texts // self.settings.batch_size)
             stride = max(1, len(self.train) // count)

@@ -31,6 +31,7 @@ from lotformer.settings import Settings, setting
 from ..results.cells import Origin, Record
 from ..results.sources import checkpoint_source, files_source
 from .engine import Cells, Experiment, Job, alike, described, names_among
+from .every_length import convert_at_every_length
 from .forms import AWARE, NEAR, TRANSPORT, WIDE
 from .inputs import Encoder, GlueData, encoder_weights
 from .unlabelled import Learned, learn
@@ -198,7 +199,7 @@ class _Bench:
         torch.manual_seed(self.settings.seed)
         start = time.perf_counter()
         model = self.load(self.checkpoint)
-        conversion.convert(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
+        convert_at_every_length(model, "lot", rank=self.settings.rank, **VARIANTS[variant])
         seconds = time.perf_counter() - start
         for stage in stages:
             name = f"{variant}/{stage}"

@@ -31,6 +31,7 @@ from ...results.cells import Origin, Record
 from ...results.report import largest
 from ...results.sources import Source
 from ..engine import Cells, Experiment, Job, alike, described, names_among
+from ..every_length import convert_at_every_length
 from ..unlabelled import Learned, learn
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -230,7 +231,7 @@ class _Bench:
         begun = time.perf_counter()
         model = self.task.load().eval()
         body = self.task.body(model)
-        layers = conversion.convert(body, variant if variant in OTHERS else "lot", **_options(variant)).converted
+        layers = convert_at_every_length(body, variant if variant in OTHERS else "lot", **_options(variant)).converted
         if "calibrated" in stages and max(self.settings.kept, default=0) >= len(layers):
             raise ValueError(
                 f"kept must leave layers converted: the model has {len(layers)}, got {self.settings.kept}."

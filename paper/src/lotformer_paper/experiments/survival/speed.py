@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lotformer import conversion
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import Listener
 from lotformer.settings import Settings, setting
 
 from ...results.cells import Origin, Record
 from ..engine import Cells, Experiment, Job, described
+from ..every_length import convert_at_every_length
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lot, 13 × 13": {"pivots": "input-aware", "balance": "keys", "window_size": 13},
@@ -91,7 +91,7 @@ def _timed(size: int, settings: SpeedSettings, listen: Listener, cells: Cells) -
     models = {"softmax": _build(settings)}
     for name, options in VARIANTS.items():
         models[name] = _build(settings)
-        conversion.convert(models[name], "lot", rank=settings.rank, **options)
+        convert_at_every_length(models[name], "lot", rank=settings.rank, **options)
     images = torch.randn(settings.batch_size, 3, size, size)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(models, float("inf"))

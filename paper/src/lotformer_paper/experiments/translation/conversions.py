@@ -14,6 +14,7 @@ from lotformer.conversion.hosts.sites import MECHANISM
 
 from ...data.translation.batches import Batch, Collate, EncodedPairs, by_tokens, labels_of
 from ...data.translation.lines import Pair
+from ..every_length import convert_at_every_length
 from .rows import Row
 from .task import smoothed_loss
 
@@ -29,7 +30,7 @@ def swap(model: Any, row: Row, seed: int) -> None:
     """
     weights, said = snapshot(model), _decoder_output(model)
     torch.manual_seed(seed)
-    report = conversion.convert(model, row.mechanism, **row.options)
+    report = convert_at_every_length(model, row.mechanism, **row.options)
     require_untouched(model, weights)
     elsewhere = [layer.name for layer in report.converted if ".encoder.layers." not in f".{layer.name}"]
     if elsewhere:
