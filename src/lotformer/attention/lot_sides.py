@@ -84,7 +84,7 @@ class TokenSides(Sides):
         return near
 
     def softmax(self, v: Tensor, *, prefix: bool = False) -> Tensor:
-        """Softmax attention over all real keys, in the precision of the queries: of the tokens after the prefix, or all."""
+        """Softmax attention of the tokens after the prefix, or of all, over real keys, in the queries' precision."""
         reading, k = self.whole if prefix else self.body, self.whole.k
         q = reading.q
         with no_autocast(q.device.type):
