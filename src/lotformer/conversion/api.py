@@ -352,7 +352,7 @@ def _without_window(
     """Why layers that could have a window have none, by the name of the layer."""
     if recipe.mechanism != "lot":
         return {}
-    asked = "window" in settings or settings.get("key_masses") == "uniform"
+    asked = "window" in settings or _is_strict(settings)
     found = {}
     for _, site in sites:
         tokens = tokens_before(model, site.name)
