@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +21,7 @@ _SIDES = (8, 10, 11, 13, 16, 19, 23, 27, 32, 38, 45, 54, 64)
 
 _SECONDS = 0.45
 _CALLS = (2, 400)  # at least and at most, whatever time they take
-_CLEAR, _SOON = 1.5, 8  # a gain that needs no more calls than so many: other work on the machine costs LOT more
+_CLEAR, _SOON = 1.5, 8  # a gain that needs no more calls than so many
 _GAIN = 1.05  # less than that is not worth another function than the original's
 
 
@@ -28,22 +29,23 @@ def break_even(num_heads: int, head_dim: int, config: LOTConfig, like: Tensor) -
     """Up to how many tokens PyTorch's fused softmax takes less time than LOT for one sample; 0 to 4096.
 
     One sample, because what LOT costs beside its products weighs most there. By bisection, in less than two seconds;
-    measured once per process for each shape, precision, device and number of threads. The random numbers of the caller
-    stay as they are.
+    measured once per process for each shape, precision and device. On a CPU by one thread: both divide their work
+    among threads alike, and waiting for each other on a busy machine tells nothing about them. The random numbers of
+    the caller stay as they are.
 
     Args:
         like: a parameter of the model: precision and device.
     """
     config = replace(config, softmax_up_to=0, pivots=replace(config.pivots, init="unit"))
     device = "cpu" if like.device.type == "meta" else str(like.device)
-    return _measured(num_heads, head_dim, config, device, like.dtype, torch.get_num_threads())
+    return _measured(num_heads, head_dim, config, device, like.dtype)
 
 
 @cache
-def _measured(num_heads: int, head_dim: int, config: LOTConfig, device: str, dtype: torch.dtype, threads: int) -> int:
+def _measured(num_heads: int, head_dim: int, config: LOTConfig, device: str, dtype: torch.dtype) -> int:
     generator = torch.Generator().manual_seed(0)
     # initial values are the caller's random numbers, and a device may be set around this
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode():
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(), _one_thread():
         lot = LOT(head_dim, num_heads, config).to(device, dtype).eval()
         gains: dict[int, float] = {}
 
@@ -67,25 +69,37 @@ def _measured(num_heads: int, head_dim: int, config: LOTConfig, device: str, dty
     return round(_SIDES[low] ** (2 * (1 - share)) * _SIDES[high] ** (2 * share))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _ratio(softmax: Callable[[], Tensor], lot: Callable[[], Tensor]) -> float:
     """How many times as fast LOT is: in turns, best of many."""
     best = [math.inf, math.inf]
     runs = (softmax, lot)
-    for run in runs:
-        run()
+    on_cpu = softmax().device.type == "cpu"
+    lot()
     start, calls = time.perf_counter(), 0
     while calls < _CALLS[0] or (calls < _CALLS[1] and time.perf_counter() - start < _SECONDS):
         for index, run in enumerate(runs):
-            best[index] = min(best[index], _seconds(run))
+            best[index] = min(best[index], _seconds(run, on_cpu))
         calls += 1
         if calls >= _SOON and best[0] / best[1] >= _CLEAR:
             break
     return best[0] / best[1]
 
 
-def _seconds(run: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    made = run()
-    if made.device.type != "cpu":
-        torch.accelerator.synchronize(made.device)
-    return time.perf_counter() - start
+def _seconds(run: Callable[[], Tensor], on_cpu: bool) -> float:
+    """On a CPU the time that it has worked on this thread: whatever else runs there does not count."""
+    clock = time.thread_time if on_cpu else time.perf_counter
+    start = clock()
+    run()
+    if not on_cpu:
+        torch.accelerator.synchronize()
+    return clock() - start
