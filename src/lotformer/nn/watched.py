@@ -1,4 +1,4 @@
-"""Modules that somebody looks at."""
+"""Detect modules with hooks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[None]:
-    """While inside, autocast changes nothing. Where it is off anyway, which is cheaper to ask than to do, it stays."""
+    """Disable autocast if it is enabled."""
     return torch.autocast(device_type, enabled=False) if is_autocast(device_type) else _AS_IT_IS
 
 
