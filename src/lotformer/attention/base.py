@@ -16,7 +16,7 @@ from .masking import require_equal_lengths
 
 
 class Attention(nn.Module, ABC):
-    """What happens between the projections of an attention layer.
+    """The computation between the projections of an attention layer.
 
     Args of `forward`:
         q: queries `(B, H, N, D)`. k: keys `(B, H, M, D)`. v: values `(B, H, M, Dv)`.
@@ -59,11 +59,11 @@ class Attention(nn.Module, ABC):
 
     @property
     def is_causal(self) -> bool:
-        """Whether this instance lets a token see only those before it."""
+        """True if a token sees only those before it."""
         return False
 
     def why_equal_lengths(self) -> str | None:
-        """Why this instance is defined for self-attention only, or None if it is not."""
+        """The reason why this instance is defined for self-attention only, or None if it is not."""
         return None
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
@@ -129,5 +129,5 @@ class Entry:
 
     @property
     def linear(self) -> bool:
-        """Whether time grows linearly with the number of tokens, up to a logarithm."""
+        """True if time grows linearly with the number of tokens, up to a logarithm."""
         return self.time in ("n", "n log n")

@@ -15,7 +15,7 @@ def into_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def mask_into_blocks(mask: Tensor | None, like: Tensor, size: int) -> Tensor:
-    """Which tokens of the blocks of `like (B, H, N, D)` are real, `(B or 1, T, size)`: in the sequence, no padding."""
+    """Real tokens in the blocks of `like (B, H, N, D)`, `(B or 1, T, size)`: in the sequence, no padding."""
     length = like.shape[2]
     if mask is None:
         mask = like.new_ones((1, length), dtype=torch.bool)

@@ -82,7 +82,7 @@ class Sinkhorn(Part):
         require_count("iters", self.sweeps)
 
     def arguments(self) -> dict[str, Any]:
-        """What the operator is called with."""
+        """Arguments of the operator."""
         return {"solver": self.name, "iters": self.sweeps}
 
 
@@ -105,7 +105,7 @@ class Newton(Part):
             raise ValueError(f"tol must be a number between 0 and 1, or None for fixed passes, got {self.tol!r}.")
 
     def arguments(self) -> dict[str, Any]:
-        """What the operator is called with."""
+        """Arguments of the operator."""
         return {"solver": self.name, "tol": self.tol}
 
 

@@ -1,4 +1,4 @@
-"""What a mechanism's attention matrix looks like: sums, entropy, rank, and how much one token takes."""
+"""Diagnosis of a mechanism's attention matrix: sums, entropy, rank, and the largest share of one token."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _module(mechanism: str | Attention, q: Tensor, options: dict[str, Any]) -> A
 
 
 def is_matrix(module: Attention) -> bool:
-    """Whether this instance is a matrix: what it says itself if options decide, else what its entry promises."""
+    """True if this instance is a matrix: as it says itself if options decide, otherwise as its entry promises."""
     own: bool | None = getattr(module, "is_matrix", None)
     if own is not None:
         return own

@@ -23,7 +23,7 @@ SliceCost = Literal["squared", "distance"]
 
 
 class SlicedPlans(CleanAttention):
-    """What soft and hard sorting share: `A = Σ_l w_l G_l`, `w = softmax_l(−temperature · ⟨C, G_l⟩ / N)`.
+    """The part shared by soft and hard sorting: `A = Σ_l w_l G_l`, `w = softmax_l(−temperature · ⟨C, G_l⟩ / N)`.
 
     Slices are the D coordinate axes of `x = D^-1/2 q` and `y = D^-1/2 k`, C holds the squared distances
     `|x_i − y_j|²`, and `G_l` matches sorted queries with sorted keys. Both belong to the same tokens, so that either

@@ -112,7 +112,7 @@ class FoldedLOT(LOT):
 
 
 def why_unfoldable(mechanism: nn.Module) -> str | None:
-    """Why a mechanism cannot be folded, or None if it can."""
+    """The reason why a mechanism cannot be folded, or None if it can."""
     if isinstance(mechanism, LOT):
         return mechanism.why_formed()
     return f"{type(mechanism).__name__} is not LOT attention"

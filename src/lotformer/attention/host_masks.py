@@ -78,7 +78,7 @@ def key_mask_from_sdpa(mask: Tensor, batch: int, heads: int, length: int) -> Ten
 
 
 def additive_allows(mask: Tensor) -> Tensor:
-    """Where an additive mask lets tokens through: it is 0 there and "never" elsewhere, or refused."""
+    """True where an additive mask lets tokens through; refused unless it holds 0 and "never" only."""
     _refuse_if(_finite_bias(mask).any(), _BIAS)
     return mask == 0
 

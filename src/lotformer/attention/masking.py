@@ -1,4 +1,4 @@
-"""How mechanisms honour padding: padded content is replaced before it can meet real content."""
+"""Padding in mechanisms: padded content is replaced before it can meet real content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every mechanism must do, a function per promise: the tests sweep them over the registry, `check` over yours."""
+"""Promises of every mechanism, a function each: the tests sweep them over the registry, `check` over yours."""
 
 from __future__ import annotations
 

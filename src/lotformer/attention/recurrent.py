@@ -1,4 +1,4 @@
-"""What recurrent mechanisms share: both directions from one causal rule."""
+"""The base of recurrent mechanisms: both directions from one causal rule."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Reformer(Attention):
         return F.pad(x, (0, 0, 0, -x.shape[3] % self.chunk_size), value=fill).unflatten(3, (-1, self.chunk_size))
 
     def _neighbours(self, x: Tensor, fill: float) -> Tensor:
-        """What each chunk may see: `(B, H, rounds, T, (before + 1 + after)·chunk, D)`; nothing beyond the ends."""
+        """Tokens seen by each chunk: `(B, H, rounds, T, (before + 1 + after)·chunk, D)`; nothing beyond the ends."""
         chunks = self._chunks(x, fill)
         count = chunks.shape[3]
         wide = F.pad(chunks, (0, 0, 0, 0, self.chunks_before, self.chunks_after), value=fill)

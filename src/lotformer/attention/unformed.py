@@ -48,7 +48,7 @@ def products_by_head(tokens: Tensor, points: Tensor) -> Tensor:
 
 
 class Side(NamedTuple):
-    """How a layer would form the queries, or the keys, of its heads: weight `(H, D, C)`, bias `(H, D)` or None."""
+    """A layer's projection to the queries, or keys, of its heads: weight `(H, D, C)`, bias `(H, D)` or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -75,7 +75,7 @@ class Side(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """How a layer would form the queries and keys of its heads: `x Wᵀ + b`.
+    """The projections of a layer to the queries and keys of its heads: `x Wᵀ + b`.
 
     Attributes:
         weight: `(2, H, D, C)`, queries first. bias: `(2, H, D)`, or None.
@@ -105,7 +105,7 @@ class Projections(NamedTuple):
 
 
 def why_too_coarse(dtype: torch.dtype) -> str | None:
-    """Why tokens or weights of this precision should have their queries and keys formed, or None."""
+    """The reason to form queries and keys for tokens or weights of this precision, or None."""
     if dtype in (torch.float32, torch.float64):
         return None
     # the rounding of a token averages out over its channels, that of a score stays

@@ -1,4 +1,4 @@
-"""What `lotformer convert --audio` reads: recordings as inputs of a speech model, and what is said in them."""
+"""Recordings for `lotformer convert --audio`: inputs of a speech model, and their transcripts."""
 
 from __future__ import annotations
 

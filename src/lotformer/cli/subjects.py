@@ -47,13 +47,13 @@ class Subject:
 
     @property
     def prefix(self) -> str:
-        """What names in the model have before names in its body."""
+        """The prefix of names in the model over names in its body."""
         name = next((name for name, module in self.model.named_modules() if module is self.body), "")
         return name and f"{name}."
 
     @property
     def count(self) -> int:
-        """How many inputs are held back."""
+        """The number of inputs held back."""
         return sum(len(next(iter(tensors_of(inputs_of(batch)).values()))) for batch in self.held)
 
     @property

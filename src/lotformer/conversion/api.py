@@ -349,7 +349,7 @@ _AS_ASKED = "without a window, as asked for"
 def _without_window(
     model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Why layers that could have a window have none, by the name of the layer."""
+    """Reasons why layers that could have a window have none, by the name of the layer."""
     if recipe.mechanism != "lot":
         return {}
     asked = "window" in settings or _is_strict(settings)

@@ -79,7 +79,7 @@ def sound_files(folder: Path) -> list[Path]:
 
 
 def transcripts(files: Iterable[Path]) -> dict[Path, str]:
-    """What is said in those of the files that the table beside them names.
+    """Transcripts of those files that the table beside them names.
 
     Raises:
         ValueError: a line of a table is not a name and a text.

@@ -51,7 +51,7 @@ class FoundPivots(nn.Module):
         *,
         backend: str | None = None,
     ) -> Found:
-        """What is read, and the part of each row that was exact.
+        """The output, and the part of each row that was exact.
 
         Args:
             q: `(B, H, N, D)`, the queries after the prefix. k, v: `(B, H, P + M, ·)`, with the P tokens of the prefix

@@ -55,5 +55,5 @@ def alternate(
 
 
 def ratios(timings: Mapping[str, Timing], of: str) -> dict[str, float]:
-    """How many times as long as `of` each of the others takes."""
+    """The time of each of the others relative to that of `of`."""
     return {name: timing.best / timings[of].best for name, timing in timings.items() if name != of}

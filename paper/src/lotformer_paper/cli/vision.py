@@ -51,7 +51,7 @@ def clusters_figure(
     head: Annotated[int, typer.Option(min=0, help="Head of the last block to look at.")] = 0,
     out: Pictures = Path("out/clusters"),
 ) -> None:
-    """Which patches each pivot gathers: the soft clusters of the last block, over the image."""
+    """The patches that each pivot gathers: soft clusters of the last block, over the image."""
     console = Console()
     with one_clear_error(console, "Cannot draw the figure", "vision", "figures"):
         from ..experiments.vision import pictures

@@ -1,4 +1,4 @@
-"""Which sums should a converted encoder impose? STS-B without labels and two tasks of GLUE, over several seeds.
+"""The sums that a converted encoder should impose: STS-B without labels and two tasks of GLUE, over several seeds.
 
 Each seed has a folder with the cells of both experiments, `seed0/stsb` and `seed0/glue`. They are made by `stsb` and
 `glue`, so cells that the commands of these have left there are found and not run again.
@@ -28,7 +28,7 @@ _PAIRS = "stsb"
 
 @dataclass(frozen=True)
 class BalanceSettings(Settings):
-    """How much is spent on each seed. What is not here is as in the two experiments."""
+    """The budget of each seed. Everything else is as in the two experiments."""
 
     seeds: tuple[int, ...] = setting((0, 1, 2), "Random seeds, each with a folder of its own.", at_least=0)
     stsb_calibration_steps: int = setting(250, "STS-B: steps of calibration.", at_least=1)
@@ -141,7 +141,7 @@ def _over_seeds(values: Sequence[float | None], digits: int) -> str:
 
 
 def _notes(records: list[Record]) -> list[str]:
-    """How to read the table, and what was spent and where: a line for all tasks and seeds that share it."""
+    """Notes of the table with budgets and machines: a line for all tasks and seeds that share it."""
     return [
         "Mean ± standard deviation over seeds, with the number of seeds in brackets.",
         "Beside rows that sum to one, the masses of the pivots are imposed on the queries and those of the keys on the "

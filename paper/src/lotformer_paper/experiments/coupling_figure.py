@@ -25,7 +25,7 @@ QUERY_COLOUR, KEY_COLOUR, PIVOT_COLOUR = "#c8362f", "#2f8f4e", "#1c1c1c"
 
 @dataclass(frozen=True)
 class CouplingRow:
-    """What one panel of the figure shows, in numbers."""
+    """The numbers of one panel of the figure."""
 
     eps: float
     rank: int

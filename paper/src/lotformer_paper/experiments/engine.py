@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the engine has to know of an experiment.
+    """The declaration of an experiment.
 
     Attributes:
         about: one sentence, for the command line.
@@ -103,7 +103,7 @@ class Cells:
         return self.store.finish(name, cell, origin, budget or {}, seed)
 
     def place(self, name: str) -> Path:
-        """Where the cell may leave its model."""
+        """A place for the model of the cell."""
         return self.store.folder / name
 
 
@@ -162,7 +162,7 @@ def render(folder: Path) -> Report:
 
 
 def report(experiment: Experiment, folder: Path) -> Report:
-    """What `render` gives for a folder with cells of this experiment."""
+    """The report of a folder with cells of this experiment."""
     found = experiment.arranged(records(experiment, folder))
     if not found:
         raise ValueError(f"{folder} holds no finished cell of {experiment.name}.")

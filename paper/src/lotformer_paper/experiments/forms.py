@@ -12,4 +12,4 @@ AWARE: dict[str, Any] = {**TRANSPORT, "pivots": "input-aware"}
 NEAR: dict[str, Any] = {"pivots": "input-aware", "balance": "both", "window_size": 5, "prefix_tokens": 0}
 """With a window of five tokens along a text, or of 5 × 5 patches."""
 WIDE: dict[str, Any] = {**NEAR, "balance": "keys", "window_size": 129}
-"""What `convert` makes of a text encoder."""
+"""Forms of a text encoder that `convert` can make."""

@@ -82,7 +82,7 @@ reads 33, and `lot-wide` reads 129, as `convert` does by itself."""
 
 @dataclass(frozen=True)
 class GlueSettings(Settings):
-    """How long and how fast; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
+    """Budgets and rates; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
 
     epochs: float = setting(3.0, "Epochs of the softmax model.", at_least=0)
     max_steps: int = setting(100_000, "Most steps for the softmax model.", at_least=0)
@@ -186,7 +186,7 @@ def _tables(records: list[Record]) -> list[Table]:
 
 
 def _notes(records: list[Record]) -> list[str]:
-    """What was spent, each said once for the tasks that share it."""
+    """Budgets, each stated once for the tasks that share it."""
     told: dict[str, dict[str, None]] = {}
     for task, made in alike(records, lambda record: str(record.cell.task)).items():
         steps = [f"{r.cell.method} {r.provenance.budget['steps']}" for r in made if "steps" in r.provenance.budget]
@@ -210,7 +210,7 @@ def _marginals(cell: Cell | None) -> str:
 
 
 def budget(record: Record, seeds: str = "") -> str:
-    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
+    """Budget and machine of a cell; `seeds` is said in place of its own where several share the line."""
     s = record.origin.settings
     if record.cell.method == "softmax":
         checkpoint = record.origin.sources.get("checkpoint")

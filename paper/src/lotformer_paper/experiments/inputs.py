@@ -29,7 +29,7 @@ Variants = Annotated[str, typer.Option(help="Variants, comma-separated.")]
 
 
 def encoder_weights(given: str | Path | None) -> Path:
-    """Where the weights of the encoder are."""
+    """The weights of the encoder."""
     from transformers import logging
 
     # its notes on missing heads and its own progress bars would tear ours

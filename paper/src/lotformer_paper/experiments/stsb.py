@@ -62,7 +62,7 @@ STAGES = tuple(_LATER)
 
 @dataclass(frozen=True)
 class StsbSettings(Settings):
-    """How much is spent. What is not here is as in the library."""
+    """The budget. Everything else is the library's default."""
 
     rank: int = setting(32, "Pivots per head.", at_least=1)
     calibration_texts: int = setting(2560, "Sentences to learn from.", at_least=1)
@@ -253,7 +253,7 @@ class _Bench:
 
 
 def budget(record: Record, seeds: str = "") -> str:
-    """What was spent on a cell, and where; `seeds` is said in place of its own where several share the line."""
+    """Budget and machine of a cell; `seeds` is said in place of its own where several share the line."""
     s, spent = record.origin.settings, record.provenance.budget
     seeds = seeds or f"seed {s['seed']}"
     checkpoint = record.origin.sources.get("checkpoint")

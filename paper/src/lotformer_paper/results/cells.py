@@ -22,13 +22,13 @@ Cell = TypeVar("Cell")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a cell depends on: settings by name, and files by content."""
+    """The origin of a cell: settings by name, and files by content."""
 
     settings: dict[str, Any]
     sources: dict[str, Source]
 
     def without(self, *beginnings: str) -> Origin:
-        """What a cell depends on that is made before settings matter whose names begin so."""
+        """The origin without the settings whose names begin so, for cells made before these matter."""
         return Origin({n: value for n, value in self.settings.items() if not n.startswith(beginnings)}, self.sources)
 
 

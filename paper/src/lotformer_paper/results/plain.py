@@ -65,7 +65,7 @@ def restore(kind: Any, plain: Any) -> Any:
 
 
 def _may_be(part: Any, plain: Any) -> bool:
-    """Whether a value may be of this part of a union; of several dataclasses, the first that has all its names."""
+    """True if a value may be of this part of a union; of several dataclasses, the first that has all its names."""
     if dataclasses.is_dataclass(part) and isinstance(plain, dict):
         return plain.keys() <= {field.name for field in dataclasses.fields(part)}
     return part is not type(None)

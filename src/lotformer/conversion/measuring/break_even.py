@@ -80,7 +80,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _ratio(softmax: Callable[[], Tensor], lot: Callable[[], Tensor]) -> float:
-    """How many times as fast LOT is: in turns, best of many."""
+    """The speed of LOT relative to softmax: in turns, best of many."""
     best = [math.inf, math.inf]
     runs = (softmax, lot)
     on_cpu = softmax().device.type == "cpu"

@@ -73,7 +73,7 @@ class ConversionReport:
 
     @property
     def advice(self) -> str:
-        """What to do about layers that have no window; empty where there is nothing to do."""
+        """Advice on layers that have no window; empty if there are none."""
         if not self.unasked:
             return ""
         names = ", ".join(name or "the module itself" for name in self.unasked[:3])

@@ -18,7 +18,7 @@ QUERIES = 64
 
 
 class Grouping(NamedTuple):
-    """How keys are grouped, and which of them are read exactly.
+    """The grouping of keys, and the keys read exactly.
 
     Args:
         rank: how many groups. steps: of assignment and mean.
@@ -229,7 +229,7 @@ def heaviest(weights: Tensor, count: int) -> Tensor:
 
 
 def _sees(query: Tensor, key: Tensor, reach: Reach) -> Tensor:
-    """Whether a key is in the window of a query, by their places."""
+    """True where a key is in the window of a query, by their places."""
     if reach.grid is None:
         return (query - key).abs() <= reach.columns_around
     columns = reach.grid[1]

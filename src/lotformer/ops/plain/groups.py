@@ -1,4 +1,4 @@
-"""Which keys of a sample may be read through one centre: groups by assignment and mean, as the queries see them."""
+"""Groups of keys that are read through one centre: by assignment and mean, as the queries see them."""
 
 from __future__ import annotations
 

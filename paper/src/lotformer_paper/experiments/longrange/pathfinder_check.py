@@ -26,7 +26,7 @@ _ROWS, _PER_ROW = 4, 12
 
 @dataclass(frozen=True)
 class PathfinderSettings(Settings):
-    """How many images are looked at."""
+    """The number of images."""
 
     images: int = setting(12_000, "Images; two thirds to learn from, the rest to judge by.", at_least=600)
     seed: int = setting(0, "Of the generator.", at_least=0)
@@ -99,7 +99,7 @@ def _accuracy(features: npt.NDArray[np.float64], labels: npt.NDArray[np.uint8], 
 
 
 def _tables(records: list[Record]) -> list[Table]:
-    """How well each kind of statistics tells the label."""
+    """Accuracy of each kind of statistics in telling the label."""
     readings = records[0].cell.readings
     rows = tuple((reading.features, str(reading.count), f"{100 * reading.accuracy:.1f}") for reading in readings)
     return [Table("What a logistic regression reads off an image", ("statistics", "number", "accuracy, %"), rows)]

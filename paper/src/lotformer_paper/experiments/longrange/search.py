@@ -19,7 +19,7 @@ from .table import COLUMNS, ArenaSettings, Cell, in_columns, job, prepared_tasks
 
 @dataclasses.dataclass(frozen=True)
 class SearchSettings(ArenaSettings):
-    """What is tried for each row, and how long."""
+    """Trials of each row, and their length."""
 
     rates: tuple[float, ...] = setting((5e-4, 1e-3, 2e-3, 4e-3), "Peak learning rates; one trial each.", at_least=0)
 

@@ -44,7 +44,7 @@ class LongRangeSettings(TrainSettings):
 
 
 def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen, and what the recipe says of the rest for the task and the mechanism.
+    """The chosen settings, completed by the recipe for the task and the mechanism.
 
     Fewer steps shorten the warm-up in proportion. Options of the mechanism win one by one, after the recipe's.
     """

@@ -45,7 +45,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class ArenaSettings(Settings):
-    """What is run, and how much is spent on each cell."""
+    """Rows, tasks, and the budget of each cell."""
 
     tasks: tuple[str, ...] = setting(("image",), f"Columns: {', '.join(COLUMNS)}.")
     rows: tuple[str, ...] = setting(
@@ -274,7 +274,7 @@ def _budget(record: Record) -> str:
 
 
 def _uncertainty(cells: Sequence[Cell]) -> str:
-    """How far two models of equal worth may lie apart by the choice of test examples alone."""
+    """The distance between two equal models that the choice of test examples alone explains."""
     by_task = {
         task: max(2.0 * math.sqrt(2 * cell.accuracy * (1 - cell.accuracy) / cell.tested) for cell in found)
         for task in COLUMNS
@@ -285,7 +285,7 @@ def _uncertainty(cells: Sequence[Cell]) -> str:
 
 
 def _legend(cells: Sequence[Cell]) -> str:
-    """What the rows are that are no mechanism of the registry, and what the figure shows."""
+    """Legend of the rows that are no mechanism of the registry, and of the figure."""
     shown = {cell.row.removesuffix(MIXED) for cell in cells}
     told = [f"{name} is {variant.meaning}" for name, variant in VARIANTS.items() if name in shown]
     if any(cell.row.endswith(MIXED) for cell in cells):

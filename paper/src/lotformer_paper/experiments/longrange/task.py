@@ -81,7 +81,7 @@ class LongRange:
 
     @torch.no_grad()
     def residuals(self, model: nn.Module, split: str = "dev") -> list[float]:
-        """How far the columns of LOT's couplings are from their masses, layer by layer, on the first batch."""
+        """Residuals of LOT's couplings, layer by layer, on the first batch."""
         with couplings_watched(model) as found:
             batch = next(self._batches(self.sets[split], Process()))
             model(batch["tokens"], batch.get("mask"))

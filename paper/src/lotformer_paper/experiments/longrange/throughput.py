@@ -29,12 +29,12 @@ _PARTS = {
     "embedding": ("embedding", "aten::index"),
     "optimizer": ("Optimizer", "aten::_foreach", "aten::_fused_adamw_"),
 }
-"""What a profiled operation counts as, by its name; the rest is additions, products, copies and sums."""
+"""Kinds of profiled operations, by name; the rest is additions, products, copies and sums."""
 
 
 @dataclass(frozen=True)
 class ThroughputSettings(Settings):
-    """What is measured."""
+    """Mechanisms, lengths and time per measurement."""
 
     rows: tuple[str, ...] = setting(("lot", "softmax"), "Mechanisms; the others are compared with the last.")
     lengths: tuple[int, ...] = setting((1024, 2048, 4096, 16384), "Tokens per sequence.", at_least=1)

@@ -1,1 +1,1 @@
-"""What survives of real checkpoints: a vision transformer, a retriever, a translator; one protocol for all."""
+"""Survival of real checkpoints: a vision transformer, a retriever, a translator; one protocol for all."""

@@ -1,4 +1,4 @@
-"""What the heads of a vision transformer do, and what a matrix of low rank makes of it.
+"""Heads of a vision transformer, and their approximation by matrices of low rank.
 
 For every head: where its patches look (at themselves, beside them, at special tokens). For every layer: the relative
 error of its projected output if its softmax matrices are replaced by their best approximations of rank r (SVD: nothing
@@ -35,7 +35,7 @@ _CELL = "anatomy"
 
 @dataclass(frozen=True)
 class AnatomySettings(VisionSettings):
-    """What to look at."""
+    """The model, the images and the layers."""
 
     images: int = setting(4, "Images to look at, one of each class.", at_least=1)
     ranks: tuple[int, ...] = setting((16, 32, 64, 128), "Ranks to approximate with.")
@@ -151,7 +151,7 @@ def _approximation(rank: int, near: _Near | None) -> Callable[[str, Attention], 
 
 
 def near_keys(tokens: int, prefix: int, grid: tuple[int, int], window: int) -> Tensor:
-    """Which keys `(N, N)` a token reads exactly: the prefix and a window of patches; all of them for the prefix."""
+    """Mask `(N, N)` of keys read exactly: the prefix and a window of patches; all of them for the prefix."""
     place = torch.arange(tokens - prefix)
     row, column = place // grid[1], place % grid[1]
     apart = torch.maximum((row[:, None] - row).abs(), (column[:, None] - column).abs())

@@ -44,14 +44,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot-transport-alone": {"rank": 32, "window": None, "prefix_tokens": 0},
     "lot-uniform": {"rank": 32, "key_masses": "uniform", "window": None, "prefix_tokens": 0},
 }
-"""What is asked of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
+"""Options of `convert` beside its defaults. The last one is strictly doubly stochastic, the one before it is what
 no window helps."""
 
 EVERYTHING = 1 << 20
-"""What a setting that limits a number says if it does not."""
+"""The value of a setting without a limit."""
 
 _LEARNING = ("calibration", "finetune", "learned", "batch_size")
-"""How the names of settings begin that nothing depends on before anything is learned."""
+"""Prefixes of settings that matter only once something is learned."""
 
 _ORIGINAL = "softmax"
 
@@ -61,7 +61,7 @@ OTHERS: dict[str, dict[str, Any]] = {"sinkformer": {}, "espformer": {}}
 
 @dataclass(frozen=True)
 class ProtocolSettings(Settings):
-    """How much is spent. What is not here is as in the library."""
+    """The budget. Everything else is the library's default."""
 
     calibration_inputs: int = setting(256, "Unlabelled inputs to learn from.", at_least=2)
     calibration_steps: int = setting(150, "Steps of calibration.", at_least=1)
@@ -108,7 +108,7 @@ class Task(Protocol):
         """Some of the inputs that are scored, to look at couplings."""
 
     def scores(self, model: Any, listen: Listener) -> dict[str, float]:
-        """What counts, the most important first. Without a reference, the model is the original and becomes it."""
+        """Scores, the most important first. Without a reference, the model is the original and becomes it."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class _Bench:
         cells.finish(_ORIGINAL, Softmax(self.softmax))
 
     def _inputs(self, stage: str) -> int:
-        """How many inputs it learns from."""
+        """The number of inputs it learns from."""
         s = self.settings
         return s.calibration_inputs if stage == "calibrated" else s.finetune_inputs or s.calibration_inputs
 
@@ -338,7 +338,7 @@ def _order(cell: Cell) -> tuple[int, int, int, int]:
 
 
 def _later(stage: str) -> tuple[str, ...]:
-    """How settings begin that a stage does not depend on: more fine-tuning leaves what was calibrated as it is."""
+    """Prefixes of settings that a stage does not depend on: more fine-tuning leaves what was calibrated as it is."""
     return {"converted": _LEARNING, "fine-tuned": ()}.get(stage, ("finetune",))
 
 

@@ -1,4 +1,4 @@
-"""How much faster a vision transformer is when it is converted, whole, at several sizes of the image.
+"""Speed of whole converted vision transformers at several sizes of the image.
 
 Speed does not depend on what was learned, so nothing is: fresh mechanisms, random pixels. Models take turns and the
 best run of each counts. With one thread it is the processor's time, which other work does not lengthen.
@@ -30,12 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lot, fixed, 5 × 5": {"pivots": "fixed", "balance": "keys", "window_size": 5},
     "transport alone": {"pivots": "fixed", "balance": "keys", "window": None, "prefix_tokens": 0},
 }
-"""What is asked of `convert`, from the nearest to the original over its default, the second, to the fastest."""
+"""Options of `convert`, from the nearest to the original over its default, the second, to the fastest."""
 
 
 @dataclass(frozen=True)
 class SpeedSettings(Settings):
-    """What is timed."""
+    """Models, sizes and time per measurement."""
 
     model: str = setting("vit_small_patch14_dinov2", "Name of the model in timm.")
     sizes: tuple[int, ...] = setting((224, 518, 1036), "Pixels a side.")

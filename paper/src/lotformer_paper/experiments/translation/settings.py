@@ -16,7 +16,7 @@ from ...data.translation.sets import Recipe
 
 @dataclass(frozen=True)
 class PairSettings(Settings):
-    """Which pairs, and how they are cleaned and cut into tokens."""
+    """The pairs, their cleaning and their tokens."""
 
     corpora: tuple[str, ...] = setting(("multi30k",), "multi30k, tatoeba, iwslt14 or files; the first one is scored.")
     source: str = setting("de", "Language to translate from, as files are named after it.")
@@ -68,7 +68,7 @@ class TranslationSettings(TrainSettings, PairSettings):
 
 
 def completed(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen; a number of steps takes the place of the recipe's epochs."""
+    """The chosen settings; a number of steps takes the place of the recipe's epochs."""
     return {**({"epochs": None} if "steps" in chosen else {}), **chosen}
 
 

@@ -1,4 +1,4 @@
-"""How fast a translation model decodes: softmax against a converted encoder, on sentences and on long documents."""
+"""Decoding speed of a translation model: softmax against a converted encoder, on sentences and on long documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Opened = tuple[dict[str, Any], dict[str, list[list[int]]]]
 
 @dataclass(frozen=True)
 class SpeedSettings(Settings):
-    """What is decoded, and how."""
+    """Inputs and decoding."""
 
     row: str = setting("lot-exact", f"What takes the place of softmax: {', '.join(ROWS)}.")
     sentences: int = setting(1000, "Sentences that are translated, from the beginning of the text.", at_least=1)

@@ -45,7 +45,7 @@ _OF_THE_TABLE = ("bases", "rows", "stages", "seeds", "base")
 
 @dataclass(frozen=True)
 class TableSettings(TranslationSettings):
-    """What is run, and how much is spent on each cell; the rest is how bases are trained."""
+    """Rows and the budget of each cell; the rest is the training of bases."""
 
     bases: tuple[str, ...] = setting(BASES, f"Trained here: {', '.join(BASES)}.")
     base: Path | None = setting(None, "A trained Marian checkpoint in place of --bases.")
@@ -72,7 +72,7 @@ class TableSettings(TranslationSettings):
         return TranslationSettings(**{**shared, "backbone": backbone, "seed": seed})
 
     def of_a_cell(self) -> dict[str, Any]:
-        """What a cell depends on, beside its place in the table and its base."""
+        """The origin of a cell, beside its place in the table and its base."""
         return {
             name: value for name, value in self.described().items() if name not in (*_OF_THE_TABLE, "backbone", "seed")
         }

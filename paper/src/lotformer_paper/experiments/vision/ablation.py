@@ -1,4 +1,4 @@
-"""What the vision ablations share: rows of one table, each a small model trained with the same budget.
+"""The base of the vision ablations: rows of one table, each a small model trained with the same budget.
 
 A cell is one row with one seed. Every cell leaves the weights it ended with in `runs/<cell>/best.pt`, from which
 figures are drawn.
@@ -67,7 +67,7 @@ class AblationSettings(Settings):
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of a table trains: a mechanism with its options, and options of the model."""
+    """A row of a table: a mechanism with its options, and options of the model."""
 
     attention: str = "lot"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def top1(found: Sequence[Record]) -> str:
 
 
 def _budgets(records: Iterable[Record]) -> list[str]:
-    """What was spent and on what, and where: one line per different answer."""
+    """Budgets, data and machines: one line per different answer."""
     told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in records]
     budgets = [
         f"Short budget: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} "

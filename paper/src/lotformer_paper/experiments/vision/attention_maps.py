@@ -15,7 +15,7 @@ from lotformer.attention.lot import LOT
 
 @torch.no_grad()
 def cls_maps(model: nn.Module, pixels: Tensor, block: int = -1) -> Tensor:
-    """What the class token of each image `(B, 3, H, W)` reads from the patches, mean over heads: `(B, rows, columns)`.
+    """The class token's attention to the patches of each image `(B, 3, H, W)`, mean over heads: `(B, rows, columns)`.
 
     Shares of the whole row; what it reads from special tokens is left out.
     """

@@ -25,7 +25,7 @@ RANKS = ("r4", "r8", "r16", "r32")
 
 
 def run_weights(folder: Path, row: str, seed: int = 0) -> Path:
-    """Where an ablation has left the weights of a cell."""
+    """The weights of a cell, as an ablation has left them."""
     return folder / "runs" / f"{row}-seed{seed}" / "best.pt"
 
 

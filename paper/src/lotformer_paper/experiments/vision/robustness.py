@@ -36,7 +36,7 @@ from .ladder import TITLES
 
 @dataclass(frozen=True)
 class RobustnessSettings(Settings):
-    """What is measured on every model."""
+    """Shares of dropped patches, and images."""
 
     drop: tuple[float, ...] = setting((0.25, 0.5, 0.75), "Shares of the patches to blank.")
     sample: int = setting(16, "Images whose attention matrices are looked at.", at_least=1)
@@ -44,7 +44,7 @@ class RobustnessSettings(Settings):
 
 @dataclass(frozen=True)
 class Evenness:
-    """How the patches are read, mean over blocks, heads and images.
+    """Statistics of the attention that patches receive, mean over blocks, heads and images.
 
     Attributes:
         deviation: standard deviation of the column sums, relative to their mean: 0 where all patches are read alike.
@@ -119,7 +119,7 @@ def _measured(row: str, seed: int, trained: Trained, data: Path, settings: Robus
 
 @torch.no_grad()
 def evenness(model: nn.Module, pixels: Tensor) -> Evenness | None:
-    """How evenly the patches of these images `(B, 3, H, W)` are read in all blocks of a ViT of `lotformer.models`.
+    """Evenness of the attention to the patches of `images (B, 3, H, W)`, over all blocks of one of our ViTs.
 
     Rows and columns are those of the patches, without special tokens and without a convolution beside the attention.
     """
