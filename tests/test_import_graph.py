@@ -73,6 +73,56 @@ def wrong(root: Path, level: Mapping[str, int] = LEVEL) -> list[str]:
     return found
 
 
+def cycles(root: Path) -> list[str]:
+    """Modules or folders of one folder that import each other, at every level: `from → to` for each arrow of a circle."""
+    inside: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for source, target in _modules(root):
+        shared = 0
+        while shared < min(len(source), len(target)) and source[shared] == target[shared]:
+            shared += 1
+        if shared < min(len(source), len(target)):
+            inside.setdefault(source[:shared], {}).setdefault(source[shared], set()).add(target[shared])
+    found = []
+    for folder, below in inside.items():
+        for source in below:
+            circle = sorted(target for target in below[source] if source in _reached(below, target))
+            found += ["/".join((*folder, source)) + f" → {target}" for target in circle]
+    return sorted(found)
+
+
+def _reached(below: Mapping[str, set[str]], start: str) -> set[str]:
+    reached, todo = set[str](), [start]
+    while todo:
+        for target in below.get(todo.pop(), ()):
+            if target not in reached:
+                reached.add(target)
+                todo.append(target)
+    return reached
+
+
+def _modules(root: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Every import of a module, or name in one, by another: their places below the root, inside functions too."""
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root).with_suffix("").parts
+        package, place = [root.name, *place[:-1]], place[:-1] if place[-1] == "__init__" else place
+        if not place or place[0] in MAY_LOOK_UP:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                for alias in node.names:
+                    target = [*base, *(node.module or "").split("."), alias.name]
+                    target = [name for name in target if name]
+                    if target[0] == root.name:
+                        yield place, _module(root, target[1:])
+
+
+def _module(root: Path, names: list[str]) -> tuple[str, ...]:
+    while names and not (root.joinpath(*names).is_dir() or root.joinpath(*names).with_suffix(".py").is_file()):
+        names = names[:-1]
+    return tuple(names)
+
+
 def drawn(root: Path, level: Mapping[str, int]) -> str:
     """The parts of a distribution from the bottom up: what each says it is, and what it imports."""
     imports: dict[str, set[str]] = {}
@@ -96,6 +146,25 @@ MAPS = {"src/lotformer": (PACKAGE, LEVEL), "paper/src/lotformer_paper": (PAPER, 
 def test_the_map_in_contributing_is_the_one_that_the_imports_draw(folder):
     """`python tests/test_import_graph.py` draws it."""
     assert drawn(*MAPS[folder]) in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("root", [PACKAGE, PAPER], ids=["product", "paper"])
+def test_nothing_below_the_first_level_goes_round_in_a_circle(root):
+    assert cycles(root) == []
+
+
+def test_a_circle_is_seen(tmp_path):
+    root = tmp_path / "lotformer"
+    for path, code in {
+        "a/b/one.py": "from ..c import x",
+        "a/b/__init__.py": "",
+        "a/c.py": "def f():\n    from .b.two import y",
+        "a/b/two.py": "from . import one",
+        "a/d.py": "from .c import x",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(code)
+    assert cycles(root) == ["a/b → c", "a/c → b"]
 
 
 def test_no_arrow_points_up_or_sideways():

@@ -73,7 +73,7 @@ class BigBird(Attention):
         return inputs.finished(out.flatten(2, 3)[:, :, :length])
 
     def blocks(self, length: int, key_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks that each block sees, and whether they count, `(B or 1, T, 5 + random)`; the last block, `(B or 1)`."""
+        """Blocks seen by each block, and whether they count, `(B or 1, T, 5 + random)`; the last block, `(B or 1)`."""
         total = -(-length // self.block_size)
         if key_mask is None:
             used = torch.full((1,), length, device=device)

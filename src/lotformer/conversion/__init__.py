@@ -4,12 +4,11 @@ from ..nn.grids import token_grid
 from .api import convert, revert
 from .folding import FoldingReport, fold
 from .hosts import Host, register_host, unregister_host
-from .hosts.sites import mix
+from .hosts.sites import mix, recipe
 from .learning.calibration import CalibrationReport, calibrate
 from .learning.finetuning import FinetuningReport, finetune
 from .measuring.couplings import CouplingQuality, coupling_quality
 from .measuring.report import ConversionReport
-from .recipe import recipe
 from .saving import load, save
 
 __all__ = [

@@ -20,13 +20,13 @@ from ..nn.windows import WindowKind
 from ..ops.problem import Balance
 from . import hosts
 from .hosts import positions
-from .hosts.sites import Site, Skipped, TokenKind, converted, require_unfolded, transporting
+from .hosts.sites import Site, Skipped, converted, require_unfolded, transporting
 from .hosts.tokens import special_tokens, tokens_before
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
 from .measuring.break_even import break_even
 from .measuring.report import ConversionReport, Layer
-from .recipe import Recipe
+from .recipe import Recipe, TokenKind
 from .schema import takes
 from .swapping import Located, put_in, take_out
 

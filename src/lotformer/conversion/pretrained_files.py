@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from . import hosts
-from .hosts.sites import MECHANISM, Site, converted, record_of
-from .recipe import recipe
+from .hosts.sites import MECHANISM, Site, converted, recipe, record_of
 from .saving import same_kind
 from .sealing import require_undamaged, sealed
 

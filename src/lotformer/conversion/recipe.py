@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
-
-from torch import nn
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 from ..attention.config import LOTConfig, without_part
-from .hosts.positions import Positions
-from .hosts.sites import TokenKind, record_of, require_converted
 from .schema import LARGEST_INTEGER, checked_options
 
 VERSION = 3  # since 3, LOT is described by a nested configuration
 READABLE = (2, VERSION)  # since 2, keys inside a window do not count as far away
+
+
+TokenKind = Literal["text", "image", "sound"]
+"""Words, patches on a grid, or frames of sound in a row."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Lengths that a model reads: `trained` as it was, `tokens` with its table interpolated."""
+
+    trained: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -144,24 +152,6 @@ class Recipe:
         The same layer is `encoder.layer.0…` in a body and `bert.encoder.layer.0…` in a model with a head.
         """
         return any(_is_tail(a, b) for name in self.layers for a, b in ((name, layer), (layer, name)))
-
-
-def recipe(model: nn.Module) -> Recipe:
-    """The recipe of a converted model.
-
-    Raises:
-        ValueError: the model is not converted, or its parts were converted with different settings.
-    """
-    found = require_converted(model)
-    records = [record for _, module in found if (record := record_of(module)) is not None]
-    first = records[0].recipe
-    for (name, _), record in zip(found, records, strict=True):
-        if replace(record.recipe, layers=first.layers) != first:
-            raise ValueError(
-                f"{found[0][0]} and {name} were converted with different settings, which one recipe cannot hold: "
-                "save the parts separately."
-            )
-    return replace(first, layers=tuple(name for name, _ in found))
 
 
 def _positions(written: object) -> Positions | None:

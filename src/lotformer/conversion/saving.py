@@ -18,8 +18,8 @@ from ..extras import needed_for
 from ..files import new_file
 from . import hosts
 from .api import choose
-from .hosts.sites import MECHANISM, converted
-from .recipe import Recipe, recipe
+from .hosts.sites import MECHANISM, converted, recipe
+from .recipe import Recipe
 from .sealing import require_undamaged, sealed
 from .swapping import Located, Snapshot, build_on_meta, put_in, take_out
 

@@ -17,9 +17,9 @@ from ..nn.grids import release
 from . import hosts
 from .hosts import positions
 from .hosts.grids import supply_grids
-from .hosts.sites import Record, Site, TokenKind, converted, install, mechanism_of, record_of, uninstall
+from .hosts.sites import Record, Site, converted, install, mechanism_of, record_of, uninstall
 from .hosts.tokens import tokens_before
-from .recipe import Recipe
+from .recipe import Recipe, TokenKind
 
 Located = tuple[str, Site]
 """A site with the name of its host."""

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..recipe import recipe
-from .sites import converted, record_of
+from .sites import converted, recipe, record_of
 
 IMPLEMENTATION = "lot"
 """The `attn_implementation` of converted layers, whichever mechanism sits inside; on loading, a request for LOT."""

@@ -6,24 +6,17 @@ DistilBERT, ELECTRA, …) keep it beside the words: `position_embeddings` and `w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..recipe import Positions
+
 _ORIGINAL = "original_positions"
 """Name of the buffer that keeps the table as it was learned; saved with the weights."""
 
 _CONFIG = "max_position_embeddings"
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Lengths that a model reads: `trained` as it was, `tokens` with its table interpolated."""
-
-    trained: int
-    tokens: int
 
 
 def learned_positions(model: nn.Module) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
@@ -14,15 +13,10 @@ from ...attention.config import LOTConfig
 from ...attention.host_masks import key_mask_from
 from ...attention.lot import LOT
 from ...nn.grids import GridSource
-
-if TYPE_CHECKING:
-    from ..recipe import Recipe
+from ..recipe import Recipe, TokenKind
 
 MECHANISM = "mechanism"
 """Name of the sub-module that a converted attention module gains; its parameters appear under it in state dicts."""
-
-TokenKind = Literal["text", "image", "sound"]
-"""Words, patches on a grid, or frames of sound in a row."""
 
 _RECORD = "_lotformer_conversion"
 
@@ -180,3 +174,21 @@ def substituted(model: nn.Module, make: Callable[[str, Attention], Attention]) -
     finally:
         for module, mechanism in originals:
             setattr(module, MECHANISM, mechanism)
+
+
+def recipe(model: nn.Module) -> Recipe:
+    """The recipe of a converted model.
+
+    Raises:
+        ValueError: the model is not converted, or its parts were converted with different settings.
+    """
+    found = require_converted(model)
+    records = [record for _, module in found if (record := record_of(module)) is not None]
+    first = records[0].recipe
+    for (name, _), record in zip(found, records, strict=True):
+        if replace(record.recipe, layers=first.layers) != first:
+            raise ValueError(
+                f"{found[0][0]} and {name} were converted with different settings, which one recipe cannot hold: "
+                "save the parts separately."
+            )
+    return replace(first, layers=tuple(name for name, _ in found))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..recipe import TokenKind
 from .registry import present
-from .sites import TokenKind
 
 
 def special_tokens(model: nn.Module, name: str) -> int:

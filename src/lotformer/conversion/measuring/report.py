@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...attention.config import OPTIONS
-from ..hosts.positions import Positions
+from ..recipe import Positions
 
 
 @dataclass(frozen=True)

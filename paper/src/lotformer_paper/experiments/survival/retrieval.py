@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer.cli.terminal import Listener
-from lotformer.conversion.hosts.sites import TokenKind
+from lotformer.conversion.recipe import TokenKind
 from lotformer.data import glue
 from lotformer.data.checkpoints import checkpoint_folder, save_like
 from lotformer.data.folder import data_folder

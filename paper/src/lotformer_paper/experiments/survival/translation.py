@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lotformer.cli.terminal import Listener
-from lotformer.conversion.hosts.sites import TokenKind
+from lotformer.conversion.recipe import TokenKind
 from lotformer.data.checkpoints import checkpoint_folder, save_like
 from lotformer.data.folder import data_folder
 from lotformer.data.text import embed, load_tokenizer, text_batches

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lotformer import conversion
 from lotformer.cli.terminal import Listener
-from lotformer.conversion.hosts.sites import TokenKind
+from lotformer.conversion.recipe import TokenKind
 from lotformer.data.images import open_image
 from lotformer.data.vision.transforms import evaluation_transform
 from lotformer.settings import setting
