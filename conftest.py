@@ -41,6 +41,7 @@ def _windows(request, monkeypatch):
     if request.node.get_closest_marker("small_windows"):
         for tokens in api.WINDOW_SIZES:
             monkeypatch.setitem(api.WINDOW_SIZES, tokens, 5)
+        monkeypatch.setitem(api.SOUND, "window_size", 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

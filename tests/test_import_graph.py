@@ -150,7 +150,8 @@ def test_the_map_in_contributing_is_the_one_that_the_imports_draw(folder):
 
 def test_nothing_below_the_first_level_goes_round_in_a_circle():
     assert cycles(PACKAGE) == []
-    late = {  # cells carry the name of their experiment; a table takes the rates of a search, whose trials are its cells
+    # cells carry the name of their experiment; a table takes the rates of a search, whose trials are its cells
+    late = {
         ("experiments", "engine", "registry"),
         ("experiments/longrange", "search", "table"),
     }

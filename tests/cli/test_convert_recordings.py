@@ -63,7 +63,8 @@ class TestWhisper:
     def test_the_layers_it_advises_to_revert_are_in_the_saved_model(self, tmp_path):
         save_whisper(tmp_path / "whisper")
         audio = record(tmp_path / "audio", 12)
-        command = ["--out", tmp_path / "out", "--audio", audio, "--rank", 1, "--steps", 1, "--window", "none"]
+        command = ["--out", tmp_path / "out", "--audio", audio, "--rank", 1, "--steps", 1]
+        command += ["--window", "none", "--pivots", "fixed"]
         code, said = run(tmp_path / "whisper", *command)
         assert code == 0, said
         advised = re.search(r"layers=\[([^]]*)\]", said)

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.small_windows
 
 def windows(model: nn.Module) -> set[tuple[str, int, int] | None]:
     lots = [mechanism_of(module) for _, module in converted(model)]
-    return {None if lot.near is None else (lot.near.kind, lot.near.size, lot.prefix_tokens) for lot in lots}
+    configs = [lot.config for lot in lots]
+    return {None if c.window is None else (c.window.kind, c.window.size, c.prefix_tokens) for c in configs}
 
 
 class TestWhisper:
@@ -37,6 +38,19 @@ class TestWhisper:
         assert reasons["encoder_attn"] == "it is cross-attention"
         assert "left alone model.decoder.layers.1.encoder_attn" in str(report)
 
+    def test_its_pivots_are_found_in_the_sound_unless_others_are_asked_for(self):
+        def chosen(**options):
+            model = whisper()
+            return lotformer.convert(model, **options).options
+
+        found = chosen()
+        assert (found["pivots"], found["rank"], found["content"], found["balance"]) == ("found", 64, 2, "none")
+        assert chosen(rank=8, content=0)["rank"] == 8
+        assert chosen(window=None)["window"] is None
+        for options in ({"pivots": "input-aware"}, {"eps": 0.2}, {"key_masses": "uniform"}, {"solver": "sinkhorn"}):
+            other = chosen(**options)
+            assert (other["pivots"], other["rank"], other["content"]) == ("input-aware", 32, 0)
+
     def test_a_window_that_holds_all_changes_no_word(self):
         model, inputs = whisper(), features()
         expected = model.generate(input_features=inputs, max_new_tokens=6, do_sample=False)
@@ -52,7 +66,7 @@ class TestWhisper:
         encoder, inputs = model.get_encoder(), features(4, seed=2)
         with torch.no_grad():
             expected = encoder(inputs).last_hidden_state
-        lotformer.convert(encoder, rank=4)
+        lotformer.convert(encoder, rank=4, pivots="input-aware")
         with torch.no_grad():
             before = (encoder(inputs).last_hidden_state - expected).norm()
         report = lotformer.calibrate(encoder, [{"input_features": features(4, seed=s)} for s in range(3, 9)], steps=60)

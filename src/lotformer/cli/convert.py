@@ -51,7 +51,7 @@ class ConvertSettings(Settings):
     eps: float = setting(_default(conversion.convert, "eps"), _meaning("eps"))
     key_masses: KeyMassKind = setting(_default(conversion.convert, "key_masses"), _meaning("key_masses"))
     balance: Balance = setting(_default(conversion.convert, "balance"), _meaning("balance"))
-    pivots: PivotKind = setting(_default(conversion.convert, "pivots"), _meaning("pivots"))
+    pivots: PivotKind | None = setting(_default(conversion.convert, "pivots"), _meaning("pivots"))
     window: Literal["1d", "2d", "none"] | None = setting(
         None,
         "Neighbours that tokens read by softmax: 1d along a text, 2d on the grid of patches; none is transport alone. "

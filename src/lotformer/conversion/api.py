@@ -36,6 +36,9 @@ LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "
 FOUND: dict[str, Any] = {"eps": 1.0, "key_masses": "uniform", "balance": "none"}
 """Options of LOT in conversions with pivots found in the sample, unless others are asked for: scores are softmax's."""
 
+SOUND: dict[str, Any] = {"rank": 64, "window_size": 33, "content": 2}
+"""Options for speech encoders, whose heads read by content as much as by position."""
+
 WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW, "sound": TEXT_WINDOW}
 """Default widths of the window, in tokens along a text or sound and in patches a side."""
 
@@ -50,7 +53,7 @@ def convert(
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
     balance: Balance = "keys",
-    pivots: PivotKind = "input-aware",
+    pivots: PivotKind | None = None,
     layers: Sequence[str] | Literal["auto"] | None = None,
     budget: int | None = None,
     probe: Batch | None = None,
@@ -71,8 +74,10 @@ def convert(
             of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
             "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
             trained models need. `balance="keys"` (the default) imposes these column sums and leaves the queries free,
-            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots
-            that see the input recover more; "fixed" ones are a little faster.
+            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots:
+            "input-aware" ones learn where to look among the keys of a sample (the default), "fixed" ones are a little
+            faster, "found" ones are centres of groups of these keys and need no training (the default for sound, with
+            64 of them, a window of 33 tokens and keys by content).
         config: LOT's options as one `LOTConfig`, in place of all others, for example
             `replace(LOTConfig.for_text(), rank=64)`; nothing is filled in for the model then.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
@@ -111,12 +116,12 @@ def convert(
         return _convert_all_but(model, mechanism, budget, probe, max_positions=max_positions, **named, **options)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
-    settings = _settings(mechanism, named, options)
-    recipe = Recipe(mechanism, settings, () if layers is None else tuple(layers))
+    recipe = Recipe(mechanism, _settings(mechanism, named, options), () if layers is None else tuple(layers))
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
+    settings = _settings(mechanism, _for_sound(model, mechanism, sites, named, options), options)
     near, towers = _near(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
     _require_parts(mechanism, options, recipe)
@@ -219,8 +224,8 @@ def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[
     Raises:
         ValueError: LOT does not take one of the options.
     """
-    settings = _settings("lot", _defaults(), options)
-    Recipe("lot", settings)  # what does not exist is said by the name it was given
+    Recipe("lot", _settings("lot", _defaults(), options))  # what does not exist is said by the name it was given
+    settings = _settings("lot", _for_sound(model, "lot", sites, _defaults(), options), options)
     near, towers = _near(model, "lot", sites, settings)
     recipe = Recipe("lot", {**near, **settings}, towers=towers)
     _require_parts("lot", options, recipe)
@@ -256,10 +261,12 @@ def _require_module(model: object) -> None:
 def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
     if takes(mechanism, "key_masses"):
-        if named.get("pivots", "") == "found":
-            asked = {name: value for name, value in named.items() if value != _defaults()[name]}
-            return {"rank": named["rank"], **FOUND, **asked, **options}
+        if {**named, **options}.get("pivots") == "found":
+            asked = {name: value for name, value in named.items() if value != _defaults().get(name, _NOTHING)}
+            return {"rank": named["rank"], **FOUND, **asked, **options} if named else dict(options)
         settings = {**named, **LOT_DEFAULTS, **options}
+        if settings.get("pivots", "") is None:
+            settings["pivots"] = "input-aware"
         if settings["solver"] != LOT_DEFAULTS["solver"] and "tol" not in options:
             del settings["tol"]
         return settings
@@ -272,7 +279,25 @@ def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, An
     return settings
 
 
+_NOTHING = object()
 _Options = dict[str, Any]
+
+
+def _for_sound(
+    model: nn.Module, mechanism: str, sites: Sequence[Located], named: _Options, options: Mapping[str, Any]
+) -> _Options:
+    """The named options with those that suit sound, where nothing but sound arrives and nobody has asked for others."""
+    if not takes(mechanism, "key_masses") or not named:
+        return named
+    others = [name for name, default in _defaults().items() if name != "rank" and named[name] != default]
+    learned = [
+        name for name in options if name in {"pivots", "pivot_init", "scale", "solver", "learn_eps", *_defaults()}
+    ]
+    if others or learned or {tokens_before(model, site.name) for _, site in sites} != {"sound"}:
+        return named
+    answered = {*options, *(["window_size"] if options.get("window", "") is None else [])}
+    answered |= {"rank"} if named["rank"] != _defaults()["rank"] else set()
+    return {**named, "pivots": "found", **{name: value for name, value in SOUND.items() if name not in answered}}
 
 
 def _near(
