@@ -9,7 +9,8 @@ import torch
 
 import lotformer
 from lotformer.ops import newton
-from lotformer.ops.cpu import op
+from lotformer.ops.cpu import op, pooling
+from lotformer.ops.cpu.operators import Signature
 from lotformer.ops.problem import LEAST_LOG_MASS, Solve, Transport
 from support.cpu_kernel import needs_kernel
 
@@ -25,14 +26,29 @@ def test_the_public_functions_take_both_structs_with_their_defaults(function):
 
 
 @needs_kernel
-def test_the_schemas_of_the_kernel_are_the_structs():
-    names = [argument.name for argument in torch.ops.lotformer.cpu_forward.default._schema.arguments]
-    assert names == [*op._Tensors._fields, *op._Options._fields]
-    backward = torch.ops.lotformer.cpu_backward.default._schema
-    given = [argument.name for argument in backward.arguments]
-    assert given == ["grad", "state", "mixed", *names]
-    returned = [result.name for result in backward.returns]
-    assert returned == names[: len(returned)]
+@pytest.mark.parametrize("name", ["cpu", "near", "pool", "key_masses", "found"])
+def test_backward_takes_gradients_then_outputs_then_the_inputs_of_forward(name: str):
+    """What the gradients of an operator are derived from."""
+    forward, backward = Signature(f"{name}_forward"), Signature(f"{name}_backward")
+    before = len(backward.arguments) - len(forward.arguments)
+    assert backward.arguments[before:] == forward.arguments
+    kept = [argument for argument in backward.arguments[:before] if argument in forward.returns]
+    assert kept == forward.returns[-len(kept) :]
+    grads = backward.arguments[: before - len(kept)]
+    assert grads
+    assert all(argument.startswith("grad") for argument in grads)
+    assert backward.returns == forward.arguments[: len(backward.returns)]
+
+
+@needs_kernel
+def test_an_operator_refuses_names_it_does_not_have():
+    q = torch.randn(1, 1, 3, 4)
+    given = {"q": q, "k": q, "v": q, "key_mask": None, "beta": 1.0, "like": 1.0, "opposite": 0.5}
+    assert pooling._operator(**dict(reversed(given.items())))[0].shape == q.shape
+    with pytest.raises(KeyError, match="opposite"):
+        pooling._operator(**{name: x for name, x in given.items() if name != "opposite"}, other=0.5)
+    with pytest.raises(RuntimeError, match="at most 7 argument"):
+        pooling._operator(**given, more=1)
 
 
 @needs_kernel

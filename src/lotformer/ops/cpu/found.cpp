@@ -6,44 +6,40 @@
 
 namespace {
 
-#define FOUND_INPUTS                                                                                                    \
-  "Tensor q, Tensor k, Tensor v, Tensor? gain, Tensor? shift, Tensor? offset, Tensor? query_mask, Tensor? key_mask, "   \
-  "Tensor? groups, int prefix, int rank, int steps, int heaviest, int most, int columns, int reach_rows, "              \
-  "int reach_columns"
-
-MaybeTensor packed(const MaybeTensor& x) { return x ? MaybeTensor(packed(*x)) : x; }
-const float* numbers(const MaybeTensor& x) { return x ? data(*x) : nullptr; }
-
-// FOUND_INPUTS as they come, held alive in the layout the kernel reads.
-struct Inputs {
+// The arguments of both directions, held alive in the layout the kernel reads.
+struct Given {
   Arguments& next;
-  Tensor q = with_contiguous_rows(next.tensor()), k = with_contiguous_rows(next.tensor());
-  Tensor v = with_contiguous_rows(next.tensor());
-  MaybeTensor gain = packed(next.maybe_tensor()), shift = packed(next.maybe_tensor());
-  MaybeTensor offset = packed(next.maybe_tensor());
-  MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
-  MaybeTensor groups = packed(next.maybe_tensor());
+  Tensor q = next.rows("q"), k = next.rows("k"), v = next.rows("v");
+  MaybeTensor gain = next.maybe_packed("gain"), shift = next.maybe_packed("shift");
+  MaybeTensor offset = next.maybe_packed("offset");
+  MaybeTensor query_mask = next.maybe_tensor("query_mask"), key_mask = next.maybe_tensor("key_mask");
+  MaybeTensor groups = next.maybe_packed("groups");
+  int64_t prefix = next.integer("prefix"), rank = next.integer("rank"), steps = next.integer("steps");
+  int64_t heaviest = next.integer("heaviest"), most = next.integer("most"), columns = next.integer("columns");
+  int64_t reach_rows = next.integer("reach_rows"), reach_columns = next.integer("reach_columns");
+};
+
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.rows("grad"), total = next.tensor("total"), found = next.tensor("found");
+};
+
+struct Inputs : Given {
   lot::Found call{};
 
-  explicit Inputs(Arguments& arguments) : next(arguments) {
+  explicit Inputs(Arguments& arguments) : Given{arguments} {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "lotformer: q, k, v must have four dimensions.");
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
-    call.prefix = next.integer();
-    const int64_t rank = next.integer(), steps = next.integer(), heaviest = next.integer();
-    call.most = next.integer();
-    call.columns = next.integer();
-    call.reach_rows = next.integer();
-    call.reach_columns = next.integer();
     STD_TORCH_CHECK(d >= 1 && d <= lot::kMaxWidth && v.size(3) >= 1 && v.size(3) <= lot::kMaxWidth && rank >= 1 &&
                         rank <= (1 << 14) && steps >= 1 && steps < (1 << 30) && n >= 1 && m >= 1 && m < (1 << 30) &&
-                        n < (1 << 30) && call.prefix >= 0 && call.prefix <= m,
+                        n < (1 << 30) && prefix >= 0 && prefix <= m,
                     "lotformer: found groups need tokens, groups, steps and head dimensions of at most ", lot::kMaxWidth,
                     ".");
-    STD_TORCH_CHECK(call.columns == 0 || (call.columns > 0 && n == m - call.prefix && n % call.columns == 0 &&
-                                          call.reach_rows >= 0 && call.reach_columns >= 0),
+    STD_TORCH_CHECK(columns == 0 || (columns > 0 && n == m - prefix && n % columns == 0 && reach_rows >= 0 &&
+                                     reach_columns >= 0),
                     "lotformer: a window takes a full grid with a query for every key behind the prefix.");
     expect(k, "k", type, {batch, heads, m, d});
     expect(q, "q", type, {batch, heads, n, d});
@@ -53,14 +49,19 @@ struct Inputs {
     expect(offset, "offset", ScalarType::Float, {heads});
     expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
     expect(key_mask, "key_mask", ScalarType::Bool, {batch, m});
-    expect(groups, "groups", ScalarType::Long, {batch, heads, m - call.prefix});
+    expect(groups, "groups", ScalarType::Long, {batch, heads, m - prefix});
     call.host = host();
     call.batch = batch;
     call.heads = heads;
     call.queries = n;
-    call.keys = m - call.prefix;
-    STD_TORCH_CHECK(heaviest >= 0 && call.most >= 0, "lotformer: counts of groups and keys cannot be negative.");
-    call.heaviest = call.most > 0 ? int(heaviest < rank ? heaviest : rank) : 0;
+    call.prefix = prefix;
+    call.keys = m - prefix;
+    call.columns = columns;
+    call.reach_rows = reach_rows;
+    call.reach_columns = reach_columns;
+    STD_TORCH_CHECK(heaviest >= 0 && most >= 0, "lotformer: counts of groups and keys cannot be negative.");
+    call.most = most;
+    call.heaviest = most > 0 ? int(heaviest < rank ? heaviest : rank) : 0;
     STD_TORCH_CHECK(call.heaviest <= lot::kMostHeaviest, "lotformer: queries read at most ", lot::kMostHeaviest,
                     " groups exactly.");
     call.rank = int(rank);
@@ -72,9 +73,9 @@ struct Inputs {
     call.q = rows(q);
     call.k = rows(k);
     call.v = rows(v);
-    call.gain = numbers(gain);
-    call.shift = numbers(shift);
-    call.offset = numbers(offset);
+    call.gain = data(gain);
+    call.shift = data(shift);
+    call.offset = data(offset);
     call.query_mask = mask(query_mask);
     call.key_mask = mask(key_mask);
     if (groups) call.given = static_cast<const int64_t*>(groups->data_ptr());
@@ -98,21 +99,20 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor grad = with_contiguous_rows(next.tensor());
-  Tensor total = next.tensor(), found = next.tensor();
+  const Kept kept{next};
   Inputs in(next);
   lot::Found& c = in.call;
   STD_TORCH_CHECK(c.heaviest == 0, "lotformer: keys by content have no derivative in the CPU kernel.");
-  expect(grad, "grad", in.q.scalar_type(), {c.batch, c.heads, c.queries, c.value_dim});
-  expect(total, "total", ScalarType::Float, {c.batch, c.heads, c.queries});
-  expect(found, "found", ScalarType::Long, {c.batch, c.heads, c.keys});
+  expect(kept.grad, "grad", in.q.scalar_type(), {c.batch, c.heads, c.queries, c.value_dim});
+  expect(kept.total, "total", ScalarType::Float, {c.batch, c.heads, c.queries});
+  expect(kept.found, "found", ScalarType::Long, {c.batch, c.heads, c.keys});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor gains = floats(in.q, {c.batch, c.heads}), shifts = floats(in.q, {c.batch, c.heads, c.dim});
   Tensor offsets = floats(in.q, {c.batch, c.heads});
   Tensor dgain = floats(in.q, {c.heads}), dshift = floats(in.q, {c.heads, c.dim}), doffset = floats(in.q, {c.heads});
-  c.grad_out = rows(grad);
-  c.total = data(total);
-  c.given = static_cast<const int64_t*>(found.data_ptr());
+  c.grad_out = rows(kept.grad);
+  c.total = data(kept.total);
+  c.given = static_cast<const int64_t*>(kept.found.data_ptr());
   c.grad_q = rows(dq);
   c.grad_k = rows(dk);
   c.grad_v = rows(dv);
@@ -127,9 +127,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("found_forward(" FOUND_INPUTS ") -> (Tensor out, Tensor share, Tensor total, Tensor found)");
-  library.def("found_backward(Tensor grad, Tensor total, Tensor found, " FOUND_INPUTS
-              ") -> (Tensor q, Tensor k, Tensor v, Tensor gain, Tensor shift, Tensor offset)");
+  define<Given>(library, "found_forward", {"out", "share", "total", "found"});
+  define<Kept, Given>(library, "found_backward", first<Given>(6));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

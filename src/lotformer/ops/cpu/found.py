@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +13,6 @@ from .operators import FLOAT_OR_BFLOAT16, MAX_WIDTH, differentiable_once, fresh_
 
 MOST_HEAVIEST = 8
 """Groups of a query whose keys may be read by content."""
-
-
-class _Tensors(NamedTuple):
-    """The tensors of `found_forward` in its order: those with gradients first, as `found_backward` returns them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gain: Tensor | None
-    shift: Tensor | None
-    offset: Tensor | None
-    query_mask: Tensor | None
-    key_mask: Tensor | None
-    groups: Tensor | None
 
 
 def run(
@@ -43,24 +29,27 @@ def run(
     groups: Tensor | None,
 ) -> Found:
     """`found.found_attention`; the corrections are fp32."""
-    window = (0, 0, 0)
-    counts = (grouping.prefix, grouping.rank, grouping.steps, grouping.heaviest, grouping.most)
+    columns = reach_rows = reach_columns = 0
     if reach is not None:
-        columns = q.shape[2] if reach.grid is None else reach.grid[1]  # a sequence is one row
-        window = (columns, 0 if reach.grid is None else reach.rows_around, reach.columns_around)
+        columns, reach_columns = q.shape[2], reach.columns_around  # a sequence is one row
+        if reach.grid is not None:
+            columns, reach_rows = reach.grid[1], reach.rows_around
     gain, shift, offset = (None if x is None else x.float() for x in (gain, shift, offset))
-    tensors = _Tensors(
-        rows(q),
-        rows(k),
-        rows(v),
-        gain,
-        shift,
-        offset,
-        query_mask,
-        key_mask,
-        None if groups is None else groups.long(),
+    out, share, _, found = _operator(
+        q=rows(q),
+        k=rows(k),
+        v=rows(v),
+        gain=gain,
+        shift=shift,
+        offset=offset,
+        query_mask=query_mask,
+        key_mask=key_mask,
+        groups=None if groups is None else groups.long(),
+        **grouping._asdict(),
+        columns=columns,
+        reach_rows=reach_rows,
+        reach_columns=reach_columns,
     )
-    out, share, _, found = _operator(*tensors, *counts, *window)
     return Found(out, share, found)
 
 
@@ -90,26 +79,21 @@ def why_unsupported(
     return why_not_here(FLOAT_OR_BFLOAT16, q, k, v)
 
 
-def _fake_forward(*inputs: Any) -> tuple[Tensor, ...]:
-    t = _Tensors(*inputs[:_COUNT])
-    share = t.q.new_empty(t.q.shape[:3], dtype=torch.float32)
-    batch, heads, keys, _ = t.k.shape
-    found = t.q.new_empty((batch, heads, keys - inputs[_COUNT]), dtype=torch.int64)
-    return output_like(t.q, t.v), share, torch.empty_like(share), found
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, prefix: int, **rest: Any) -> tuple[Tensor, ...]:
+    share = q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, heads, keys, _ = k.shape
+    found = q.new_empty((batch, heads, keys - prefix), dtype=torch.int64)
+    return output_like(q, v), share, torch.empty_like(share), found
 
 
-def _fake_backward(grad: Tensor, total: Tensor, found: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    t = _Tensors(*inputs[:_COUNT])
-    heads, dim = t.q.shape[1], t.q.shape[3]
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, total: Tensor, **rest: Any) -> tuple[Tensor, ...]:
+    heads, dim = q.shape[1], q.shape[3]
     small = (total.new_empty(shape) for shape in ((heads,), (heads, dim), (heads,)))
-    return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small)
+    return (*(fresh_like(rows(x)) for x in (q, k, v)), *small)
 
 
-_COUNT = len(_Tensors._fields)
 _operator = differentiable_once(
     "found",
-    tensors=_COUNT,
-    kept=2,
     fakes=(_fake_forward, _fake_backward),
     advice='Use `backend="reference"`.',
 )

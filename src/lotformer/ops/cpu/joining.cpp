@@ -4,20 +4,33 @@
 
 namespace {
 
-// What both directions share, held alive in the layout the kernel reads.
-struct Joining {
-  Tensor values, filters;
-  MaybeTensor query_mask, key_mask;
+// The arguments of both directions, held alive in the layout the kernel reads.
+struct Given {
+  Arguments& next;
+  Tensor values = next.rows("values"), filters = next.packed("filters");
+  MaybeTensor query_mask = next.maybe_tensor("query_mask"), key_mask = next.maybe_tensor("key_mask");
+  int64_t rows = next.integer("rows"), columns = next.integer("columns");
+};
+
+// What forward takes before them, and what backward takes.
+struct Joined {
+  Arguments& next;
+  MaybeTensor coupled = next.maybe_rows("coupled"), prefix = next.maybe_rows("prefix");
+};
+
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.rows("grad");
+  int64_t prefix = next.integer("prefix");
+};
+
+struct Inputs : Given {
   lot::Join call{};
 
-  Joining(Arguments& next, int64_t prefix)
-      : values(with_contiguous_rows(next.tensor())),
-        filters(packed(next.tensor())),
-        query_mask(next.maybe_tensor()),
-        key_mask(next.maybe_tensor()) {
+  Inputs(Arguments& arguments, int64_t prefix) : Given{arguments} {
     STD_TORCH_CHECK(values.dim() == 4, "lotformer: values must have four dimensions.");
     const int64_t batch = values.size(0), heads = values.size(1), length = values.size(2), dim = values.size(3);
-    const int64_t rows = next.integer(), columns = next.integer(), kernel = filters.size(filters.dim() - 1);
+    const int64_t kernel = filters.size(filters.dim() - 1);
     const bool flat = filters.dim() == 3;  // filters of a sequence; those of a grid have one dimension more
     const int64_t channels = filters.size(0);
     STD_TORCH_CHECK(channels == heads * dim || channels == dim, "lotformer: expected ", heads * dim, " or ", dim,
@@ -52,10 +65,9 @@ struct Joining {
 
 void join(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  MaybeTensor coupled = next.maybe_tensor(), prefix = next.maybe_tensor();
-  if (coupled) coupled = with_contiguous_rows(*coupled);
-  if (prefix) prefix = with_contiguous_rows(*prefix);
-  Joining in(next, prefix ? prefix->size(2) : 0);
+  const Joined joined{next};
+  const MaybeTensor &coupled = joined.coupled, &prefix = joined.prefix;
+  Inputs in(next, prefix ? prefix->size(2) : 0);
   lot::Join& c = in.call;
   expect(coupled, "coupled", ScalarType::Float, {c.batch, c.heads, c.tokens(), c.dim});
   expect(prefix, "rows", ScalarType::Float, {c.batch, c.heads, c.prefix, c.dim});
@@ -69,25 +81,21 @@ void join(StableIValue* stack, uint64_t, uint64_t) {
 
 void join_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor grad = with_contiguous_rows(next.tensor());
-  const int64_t prefix = next.integer();
-  Joining in(next, prefix);
+  const Kept kept{next};
+  Inputs in(next, kept.prefix);
   lot::Join& c = in.call;
-  expect(grad, "grad", ScalarType::Float, {c.batch, c.heads, c.prefix + c.tokens(), c.dim});
+  expect(kept.grad, "grad", ScalarType::Float, {c.batch, c.heads, c.prefix + c.tokens(), c.dim});
   Tensor values = fresh_like(in.values), filters = torch::stable::empty_like(in.filters);
-  c.grad = rows(grad);
+  c.grad = rows(kept.grad);
   c.grad_values = rows(values);
   c.grad_filters = data(filters);
   run(chosen_kernel().join_backward, c);
   give_back(stack, values, filters);
 }
 
-#define JOIN_INPUTS \
-  "Tensor values, Tensor filters, Tensor? query_mask, Tensor? key_mask, int rows, int columns"
-
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("join_forward(Tensor? coupled, Tensor? prefix, " JOIN_INPUTS ") -> Tensor");
-  library.def("join_backward(Tensor grad, int prefix, " JOIN_INPUTS ") -> (Tensor values, Tensor filters)");
+  define<Joined, Given>(library, "join_forward", {"out"});
+  define<Kept, Given>(library, "join_backward", first<Given>(2));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

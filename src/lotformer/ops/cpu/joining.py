@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operators import FLOAT, differentiable, fresh_like, load_error, plain, register_fakes, rows, why_not_here
+from .operators import FLOAT, Signature, differentiable, fresh_like, load_error, plain, rows, why_not_here
 
 
 def run(
@@ -21,8 +21,16 @@ def run(
     convolution: None = None,
 ) -> Tensor:
     """`beside.join` in the layout of the values."""
-    given = [None if x is None else rows(x) for x in (coupled, prefix, values)]
-    return _join(*given, filters, query_mask, key_mask, *grid)
+    return _join(
+        coupled=None if coupled is None else rows(coupled),
+        prefix=None if prefix is None else rows(prefix),
+        values=rows(values),
+        filters=filters,
+        query_mask=query_mask,
+        key_mask=key_mask,
+        rows=grid[0],
+        columns=grid[1],
+    )
 
 
 def why_unsupported(
@@ -31,52 +39,63 @@ def why_unsupported(
     return why_not_here(FLOAT, coupled, prefix, values, filters)
 
 
-def _fake(coupled: Tensor | None, prefix: Tensor | None, values: Tensor, *rest: Any) -> Tensor:
+def _fake_forward(values: Tensor, **rest: Any) -> Tensor:
     return fresh_like(rows(values))
 
 
-def _fake_backward(grad: Tensor, prefix: int, values: Tensor, filters: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_backward(values: Tensor, filters: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     return fresh_like(rows(values)), torch.empty_like(filters, memory_format=torch.contiguous_format)
 
 
+def _keep(ctx: Any, given: dict[str, Any]) -> None:
+    ctx.names = [name for name, x in given.items() if isinstance(x, Tensor)]
+    ctx.rest = {name: x for name, x in given.items() if name not in ctx.names}
+    ctx.save_for_backward(*(given[name] for name in ctx.names))
+
+
+def _kept(ctx: Any) -> dict[str, Any]:
+    return ctx.rest | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    coupled, prefix, values, filters, query_mask, key_mask, *ctx.grid = inputs
-    ctx.coupled, ctx.prefix = coupled is not None, 0 if prefix is None else prefix.shape[2]
-    ctx.save_for_backward(values, filters, query_mask, key_mask)
+    given = _FORWARD.named(inputs)
+    ctx.coupled, prefix = given.pop("coupled") is not None, given["prefix"]
+    _keep(ctx, given | {"prefix": 0 if prefix is None else prefix.shape[2]})
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    values, filters, query_mask, key_mask = ctx.saved_tensors
-    grad, special = rows(grad), ctx.prefix
-    dvalues = dfilters = None
+    given = _kept(ctx) | {"grad": rows(grad)}
+    grad, special, mask = given["grad"], given["prefix"], given["query_mask"]
+    found = {}
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-        dvalues, dfilters = _join_backward(grad, special, values, filters, query_mask, key_mask, *ctx.grid)
-    prefix = None
+        found["values"], found["filters"] = _join_backward(**given)
     if special:
         prefix = grad[:, :, :special]
-        if query_mask is not None:
-            prefix = prefix.masked_fill(~query_mask[:, None, :special, None], 0.0)
-    return grad[:, :, special:] if ctx.coupled else None, prefix, dvalues, dfilters, None, None, None, None
-
-
-def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    grad, ctx.prefix, values, filters, query_mask, key_mask, *ctx.grid = inputs
-    ctx.save_for_backward(grad, values, filters, query_mask, key_mask)
+        found["prefix"] = prefix if mask is None else prefix.masked_fill(~mask[:, None, :special, None], 0.0)
+    if ctx.coupled:
+        found["coupled"] = grad[:, :, special:]
+    return _FORWARD.ordered(found)
 
 
 def _second_backward(ctx: Any, of_values: Tensor, of_filters: Tensor) -> tuple[Tensor | None, ...]:
     """The map is linear in the values and in the filters: its second derivatives are the same two operators."""
-    grad, values, filters, query_mask, key_mask = ctx.saved_tensors
-    rest = (query_mask, key_mask, *ctx.grid)
-    nothing = values.new_zeros((*values.shape[:2], ctx.prefix, values.shape[3])) if ctx.prefix else None
-    dgrad = _join(None, nothing, rows(of_values), filters, *rest) + _join(None, nothing, values, of_filters, *rest)
-    dvalues, _ = _join_backward(grad, ctx.prefix, values, of_filters, *rest)
-    _, dfilters = _join_backward(grad, ctx.prefix, rows(of_values), filters, *rest)
-    return dgrad, None, dvalues, dfilters, None, None, None, None
+    given = _kept(ctx)
+    grad, special = given.pop("grad"), given["prefix"]
+    by_values, by_filters = given | {"values": rows(of_values)}, given | {"filters": of_filters}
+    dvalues, dfilters = _join_backward(grad=grad, **by_filters)[0], _join_backward(grad=grad, **by_values)[1]
+    nothing = {"coupled": None, "prefix": torch.zeros_like(grad[:, :, :special]) if special else None}
+    dgrad = _join(**by_values | nothing) + _join(**by_filters | nothing)
+    return _BACKWARD.ordered({"grad": dgrad, "values": dvalues, "filters": dfilters})
 
 
 if load_error is None:
-    register_fakes("join", _fake, _fake_backward)
-    _join = differentiable("join_forward", 4, _setup_context, _backward)
-    _join_backward = plain("join_backward")
-    torch.library.register_autograd("lotformer::join_backward", _second_backward, setup_context=_setup_second)
+    _FORWARD, _BACKWARD = Signature("join_forward"), Signature("join_backward")
+    _FORWARD.register_fake(_fake_forward)
+    _BACKWARD.register_fake(_fake_backward)
+    _join = differentiable(_FORWARD, _setup_context, _backward)
+    _join_backward = _BACKWARD.by_name(plain(_BACKWARD))
+    torch.library.register_autograd(
+        _BACKWARD.name,
+        _second_backward,
+        setup_context=lambda ctx, inputs, output: _keep(ctx, _BACKWARD.named(inputs)),
+    )

@@ -4,23 +4,24 @@
 
 namespace {
 
-#define LOT_MASS_INPUTS \
-  "Tensor? q, Tensor k, Tensor direction, Tensor? query_weight, Tensor? query_mask, Tensor? key_mask"
+// The arguments of both directions, held alive in the layout the kernel reads. Without q the masses do not see it.
+struct Given {
+  Arguments& next;
+  MaybeTensor q = next.maybe_rows("q");
+  Tensor k = next.rows("k"), direction = next.packed("direction");
+  MaybeTensor query_weight = next.maybe_packed("query_weight");
+  MaybeTensor query_mask = next.maybe_tensor("query_mask"), key_mask = next.maybe_tensor("key_mask");
+};
 
-// The inputs both directions share, held alive in the layout the kernel reads. Without q the masses do not see it.
-struct MassInputs {
-  MaybeTensor q;
-  Tensor k, direction;
-  MaybeTensor query_weight, query_mask, key_mask;
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.packed("grad"), masses = next.packed("masses"), mean_query = next.packed("mean_query");
+};
+
+struct Inputs : Given {
   lot::KeyMasses call{};
 
-  explicit MassInputs(Arguments& next)
-      : q(next.maybe_tensor()),
-        k(with_contiguous_rows(next.tensor())),
-        direction(packed(next.tensor())),
-        query_weight(next.maybe_tensor()),
-        query_mask(next.maybe_tensor()),
-        key_mask(next.maybe_tensor()) {
+  explicit Inputs(Arguments& arguments) : Given{arguments} {
     STD_TORCH_CHECK(k.dim() == 4 && q.has_value() == query_weight.has_value(),
                     "lotformer: keys must have four dimensions, and queries come with their weight.");
     const int64_t batch = k.size(0), heads = k.size(1), m = k.size(2), d = k.size(3);
@@ -35,10 +36,8 @@ struct MassInputs {
     call.dim = int(d);
     call.length[lot::kKey] = m;
     if (q) {
-      q = with_contiguous_rows(*q);
       const int64_t n = q->size(2);
       expect(*q, "q", ScalarType::Float, {batch, heads, n, d});
-      query_weight = packed(*query_weight);
       expect(query_weight, "query_weight", ScalarType::Float, {heads});
       expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
       call.length[lot::kQuery] = n;
@@ -54,7 +53,7 @@ struct MassInputs {
 
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  MassInputs in(next);
+  Inputs in(next);
   lot::KeyMasses& c = in.call;
   Tensor masses = floats(in.k, {c.batch, c.heads, c.length[lot::kKey]});
   Tensor mean_query = floats(in.k, {c.batch, c.heads, in.q ? c.dim : 0});
@@ -66,20 +65,19 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor grad = packed(next.tensor());
-  Tensor masses = packed(next.tensor()), mean_query = packed(next.tensor());
-  MassInputs in(next);
+  const Kept kept{next};
+  Inputs in(next);
   lot::KeyMasses& c = in.call;
-  expect(grad, "grad", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
-  expect(masses, "masses", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
+  expect(kept.grad, "grad", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
+  expect(kept.masses, "masses", ScalarType::Float, {c.batch, c.heads, c.length[lot::kKey]});
   Tensor dq = in.q ? fresh_like(*in.q) : floats(in.k, {0});
   Tensor dk = fresh_like(in.k);
   Tensor by_sample = floats(in.k, {c.batch, c.heads, c.dim});
   Tensor weight_by_sample = floats(in.k, {c.batch, c.heads});
   Tensor ddirection = floats(in.k, {c.heads, c.dim}), dweight = floats(in.k, {in.q ? c.heads : 0});
-  c.grad_masses = data(grad);
-  c.masses = data(masses);
-  c.mean_query = data(mean_query);
+  c.grad_masses = data(kept.grad);
+  c.masses = data(kept.masses);
+  c.mean_query = data(kept.mean_query);
   if (in.q) c.grad_tokens[lot::kQuery] = rows(dq);
   c.grad_tokens[lot::kKey] = rows(dk);
   c.grad_direction = data(by_sample);
@@ -91,9 +89,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("key_masses_forward(" LOT_MASS_INPUTS ") -> (Tensor masses, Tensor mean_query)");
-  library.def("key_masses_backward(Tensor grad, Tensor masses, Tensor mean_query, " LOT_MASS_INPUTS
-              ") -> (Tensor q, Tensor k, Tensor direction, Tensor query_weight)");
+  define<Given>(library, "key_masses_forward", {"masses", "mean_query"});
+  define<Kept, Given>(library, "key_masses_backward", first<Given>(4));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

@@ -20,7 +20,14 @@ def run(
     """`beside.key_masses` in one pass over queries and keys."""
     if query_weight is None:
         q = query_mask = None
-    return _operator(None if q is None else rows(q), rows(k), direction, query_weight, query_mask, key_mask)[0]
+    return _operator(
+        q=None if q is None else rows(q),
+        k=rows(k),
+        direction=direction,
+        query_weight=query_weight,
+        query_mask=query_mask,
+        key_mask=key_mask,
+    )[0]
 
 
 def why_unsupported(
@@ -31,4 +38,4 @@ def why_unsupported(
     return why_not_here(FLOAT, q, k, direction, query_weight)
 
 
-_operator = differentiable_once("key_masses", tensors=6, kept=0, advice="Use float64, which runs in plain PyTorch.")
+_operator = differentiable_once("key_masses", advice="Use float64, which runs in plain PyTorch.")

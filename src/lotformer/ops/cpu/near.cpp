@@ -6,30 +6,33 @@
 
 namespace {
 
-#define NEAR_INPUTS                                                                                                 \
-  "Tensor q, Tensor k, Tensor v, Tensor direction, Tensor offset, Tensor? query_mask, Tensor? key_mask, "           \
-  "int columns, int reach_rows, int reach_columns"
-
-// NEAR_INPUTS as they come, held alive in the layout the kernel reads.
-struct Inputs {
+// The arguments of both directions, held alive in the layout the kernel reads.
+struct Given {
   Arguments& next;
-  Tensor q = with_contiguous_rows(next.tensor()), k = with_contiguous_rows(next.tensor());
-  Tensor v = with_contiguous_rows(next.tensor());
-  Tensor direction = packed(next.tensor()), offset = packed(next.tensor());
-  MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
+  Tensor q = next.rows("q"), k = next.rows("k"), v = next.rows("v");
+  Tensor direction = next.packed("direction"), offset = next.packed("offset");
+  MaybeTensor query_mask = next.maybe_tensor("query_mask"), key_mask = next.maybe_tensor("key_mask");
+  int64_t columns = next.integer("columns");
+  int64_t reach_rows = next.integer("reach_rows"), reach_columns = next.integer("reach_columns");
+};
+
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.rows("grad"), grad_share = next.packed("grad_share");
+  Tensor share = next.tensor("share"), total = next.tensor("total");
+};
+
+struct Inputs : Given {
   lot::Near call{};
 
-  explicit Inputs(Arguments& arguments) : next(arguments) {
+  explicit Inputs(Arguments& arguments) : Given{arguments} {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "lotformer: q, k, v must have four dimensions.");
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2), d = q.size(3), m = k.size(2);
-    call.columns = next.integer();
-    call.reach_rows = next.integer();
-    call.reach_columns = next.integer();
-    STD_TORCH_CHECK(m >= n && d >= 1 && v.size(3) >= 1 && d < (1 << 30) && v.size(3) < (1 << 30) && call.columns >= 1 &&
-                        call.reach_rows >= 0 && call.reach_columns >= 0,
+    STD_TORCH_CHECK(m >= n && d >= 1 && v.size(3) >= 1 && d < (1 << 30) && v.size(3) < (1 << 30) && columns >= 1 &&
+                        reach_rows >= 0 && reach_columns >= 0,
                     "lotformer: near keys need as many keys as queries, columns and a reach.");
     expect(q, "q", type, {batch, heads, n, d});
     expect(k, "k", type, {batch, heads, m, d});
@@ -43,6 +46,9 @@ struct Inputs {
     call.heads = heads;
     call.length = n;
     call.prefix = m - n;
+    call.columns = columns;
+    call.reach_rows = reach_rows;
+    call.reach_columns = reach_columns;
     call.dim = int(d);
     call.value_dim = int(v.size(3));
     call.bf16 = type == ScalarType::BFloat16;
@@ -72,20 +78,19 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor dout = with_contiguous_rows(next.tensor()), dshare = packed(next.tensor());
-  Tensor share = next.tensor(), total = next.tensor();
+  const Kept kept{next};
   Inputs in(next);
   lot::Near& c = in.call;
-  expect(dout, "grad", in.q.scalar_type(), {c.batch, c.heads, c.length, c.value_dim});
-  for (const Tensor* x : {&dshare, &share, &total})
+  expect(kept.grad, "grad", in.q.scalar_type(), {c.batch, c.heads, c.length, c.value_dim});
+  for (const Tensor* x : {&kept.grad_share, &kept.share, &kept.total})
     expect(*x, "share", ScalarType::Float, {c.batch, c.heads, c.length});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   Tensor ddirection = floats(in.q, {c.batch, c.heads, c.dim}), doffset = floats(in.q, {c.batch, c.heads});
   Tensor slope = floats(in.q, {c.batch, c.heads, c.length});
-  c.grad_out = rows(dout);
-  c.grad_share = data(dshare);
-  c.share = data(share);
-  c.total = data(total);
+  c.grad_out = rows(kept.grad);
+  c.grad_share = data(kept.grad_share);
+  c.share = data(kept.share);
+  c.total = data(kept.total);
   c.grad_q = rows(dq);
   c.grad_k = rows(dk);
   c.grad_v = rows(dv);
@@ -97,9 +102,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("near_forward(" NEAR_INPUTS ") -> (Tensor out, Tensor share, Tensor total)");
-  library.def("near_backward(Tensor grad, Tensor grad_share, Tensor share, Tensor total, " NEAR_INPUTS
-              ") -> (Tensor q, Tensor k, Tensor v, Tensor direction, Tensor offset)");
+  define<Given>(library, "near_forward", {"out", "share", "total"});
+  define<Kept, Given>(library, "near_backward", first<Given>(5));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

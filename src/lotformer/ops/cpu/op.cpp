@@ -9,43 +9,33 @@
 
 namespace {
 
-#define LOT_INPUTS                                                                                                   \
-  "Tensor q, Tensor k, Tensor v, Tensor? pivots, Tensor log_masses, Tensor? temperatures, Tensor? query_masses, "    \
-  "Tensor? key_masses, Tensor? query_mask, Tensor? key_mask, float temperature, int solver, int iters, float tol, "   \
-  "int balance"
-
-// LOT_INPUTS as they come.
+// The arguments of both directions, held alive in the layout the kernel reads.
 struct Given {
   Arguments& next;
-  Tensor q = next.tensor(), k = next.tensor(), v = next.tensor();
-  MaybeTensor pivots = next.maybe_tensor();
-  Tensor log_masses = next.tensor();
-  MaybeTensor temperatures = next.maybe_tensor();
-  MaybeTensor query_masses = next.maybe_tensor(), key_masses = next.maybe_tensor();
-  MaybeTensor query_mask = next.maybe_tensor(), key_mask = next.maybe_tensor();
-  double temperature = next.number();
-  int64_t solver = next.integer(), iters = next.integer();
-  double tol = next.number();
-  int64_t balance = next.integer();
+  Tensor q = next.rows("q"), k = next.rows("k"), v = next.rows("v");
+  MaybeTensor pivots = next.maybe_packed("pivots");
+  Tensor log_masses = next.packed("log_masses");
+  MaybeTensor temperatures = next.maybe_packed("temperatures");
+  MaybeTensor query_masses = next.maybe_tensor("query_masses"), key_masses = next.maybe_tensor("key_masses");
+  MaybeTensor query_mask = next.maybe_tensor("query_mask"), key_mask = next.maybe_tensor("key_mask");
+  double temperature = next.number("temperature");
+  int64_t solver = next.integer("solver"), iters = next.integer("iters");
+  double tol = next.number("tol");
+  int64_t balance = next.integer("balance");
 };
 
-// The inputs both directions share, held alive in the layout the kernel reads.
-struct Inputs {
-  Given given;
-  Tensor q, k, v, log_masses;
-  MaybeTensor pivots, temperatures;
-  lot::Call call;
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.rows("grad"), state = next.tensor("state"), mixed = next.tensor("mixed");
+};
 
-  explicit Inputs(Arguments& next)
-      : given{next},
-        q(with_contiguous_rows(given.q)),
-        k(with_contiguous_rows(given.k)),
-        v(with_contiguous_rows(given.v)),
-        log_masses(packed(given.log_masses)) {
+struct Inputs : Given {
+  lot::Call call{};
+
+  explicit Inputs(Arguments& arguments) : Given{arguments} {
     const ScalarType type = q.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "lotformer: the CPU kernel takes float32 and bfloat16.");
-    if (given.pivots) pivots = packed(*given.pivots);
     const int64_t pivot_dims = pivots ? pivots->dim() : 3;
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && (pivot_dims == 3 || pivot_dims == 4),
                     "lotformer: q, k, v must have four dimensions and pivots three or four.");
@@ -55,7 +45,7 @@ struct Inputs {
     for (int64_t width : {rank, d, value_dim})
       STD_TORCH_CHECK(width >= 1 && width <= lot::kMaxWidth, "lotformer: the CPU kernel takes ranks and head ",
                       "dimensions from 1 to ", lot::kMaxWidth, ", got ", width, ".");
-    STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && given.iters >= 1,
+    STD_TORCH_CHECK(n >= 1 && m >= 1 && n < (int64_t(1) << 31) && m < (int64_t(1) << 31) && iters >= 1,
                     "lotformer: the CPU kernel needs at least one query, one key and one sweep.");
     expect(q, "q", type, {batch, heads, n, d});
     expect(k, "k", type, {batch, heads, m, d});
@@ -65,13 +55,11 @@ struct Inputs {
     else
       expect(pivots, "pivots", ScalarType::Float, {heads, rank, d});
     expect(log_masses, "log_masses", ScalarType::Float, {heads, rank});
-    if (given.temperatures) temperatures = packed(*given.temperatures);
     expect(temperatures, "temperatures", ScalarType::Float, {heads});
-    expect(given.query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
-    expect(given.key_masses, "key_masses", ScalarType::Float, {batch, heads, m});
-    expect(given.query_mask, "query_mask", ScalarType::Bool, {batch, n});
-    expect(given.key_mask, "key_mask", ScalarType::Bool, {batch, m});
-    call = lot::Call{};
+    expect(query_masses, "query_masses", ScalarType::Float, {batch, heads, n});
+    expect(key_masses, "key_masses", ScalarType::Float, {batch, heads, m});
+    expect(query_mask, "query_mask", ScalarType::Bool, {batch, n});
+    expect(key_mask, "key_mask", ScalarType::Bool, {batch, m});
     call.host = host();
     call.batch = batch;
     call.heads = heads;
@@ -84,21 +72,21 @@ struct Inputs {
     call.tokens[lot::kQuery] = rows(q);
     call.tokens[lot::kKey] = rows(k);
     call.values = rows(v);
-    call.pivots = pivots ? static_cast<const float*>(pivots->data_ptr()) : nullptr;
+    call.pivots = data(pivots);
     call.own_pivots = own_pivots;
     call.scored = !pivots;
-    call.log_masses = static_cast<const float*>(log_masses.data_ptr());
-    call.temperatures = temperatures ? static_cast<const float*>(temperatures->data_ptr()) : nullptr;
-    call.temperature = float(given.temperature);
-    call.masses[lot::kQuery] = masses(given.query_masses);
-    call.masses[lot::kKey] = masses(given.key_masses);
-    call.masks[lot::kQuery] = mask(given.query_mask);
-    call.masks[lot::kKey] = mask(given.key_mask);
-    call.solver = lot::Solver(given.solver);
-    call.balance = lot::Balance(given.balance);
+    call.log_masses = data(log_masses);
+    call.temperatures = data(temperatures);
+    call.temperature = float(temperature);
+    call.masses[lot::kQuery] = masses(query_masses);
+    call.masses[lot::kKey] = masses(key_masses);
+    call.masks[lot::kQuery] = mask(query_mask);
+    call.masks[lot::kKey] = mask(key_mask);
+    call.solver = lot::Solver(solver);
+    call.balance = lot::Balance(balance);
     call.least_log_mass = lot::least_log_mass(call.solver);
-    call.iters = int(given.iters);
-    call.tol = given.tol;
+    call.iters = int(iters);
+    call.tol = tol;
   }
 };
 
@@ -106,7 +94,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
   Inputs in(next);
   lot::Call& c = in.call;
-  Tensor out = output_like(in.given.q, in.v);
+  Tensor out = output_like(in.q, in.v);
   Tensor state = floats(in.q, {c.batch, c.heads, lot::state_size(c)});
   Tensor mixed = floats(in.q, {c.batch, c.heads, c.rank, c.value_dim});
   c.out = rows(out);
@@ -118,14 +106,13 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor dout = with_contiguous_rows(next.tensor());
-  Tensor state = next.tensor(), mixed = next.tensor();
+  const Kept kept{next};
   Inputs in(next);
   lot::Call& c = in.call;
   const Tensor& q = in.q;
-  expect(dout, "grad", q.scalar_type(), {c.batch, c.heads, c.length[lot::kQuery], c.value_dim});
-  expect(state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c)});
-  expect(mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
+  expect(kept.grad, "grad", q.scalar_type(), {c.batch, c.heads, c.length[lot::kQuery], c.value_dim});
+  expect(kept.state, "state", ScalarType::Float, {c.batch, c.heads, lot::state_size(c)});
+  expect(kept.mixed, "mixed", ScalarType::Float, {c.batch, c.heads, c.rank, c.value_dim});
   Tensor dq = fresh_like(in.q), dk = fresh_like(in.k), dv = fresh_like(in.v);
   std::vector<int64_t> pivots{0};
   if (!c.scored) pivots = {c.heads, c.rank, c.dim};
@@ -133,12 +120,12 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor dpivots = floats(q, pivots);
   Tensor dlog_masses = floats(q, {c.heads, c.rank});
   Tensor dtemperatures = floats(q, {c.heads});
-  const bool query_masses = in.given.query_masses.has_value(), key_masses = in.given.key_masses.has_value();
+  const bool query_masses = in.query_masses.has_value(), key_masses = in.key_masses.has_value();
   Tensor dquery = floats(q, {c.batch, c.heads, query_masses ? c.length[lot::kQuery] : 0});
   Tensor dkey = floats(q, {c.batch, c.heads, key_masses ? c.length[lot::kKey] : 0});
-  c.state = data(state);
-  c.mixed = data(mixed);
-  c.grad_out = rows(dout);
+  c.state = data(kept.state);
+  c.mixed = data(kept.mixed);
+  c.grad_out = rows(kept.grad);
   c.grad_tokens[lot::kQuery] = rows(dq);
   c.grad_tokens[lot::kKey] = rows(dk);
   c.grad_values = rows(dv);
@@ -152,10 +139,8 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("cpu_forward(" LOT_INPUTS ") -> (Tensor out, Tensor state, Tensor mixed)");
-  library.def("cpu_backward(Tensor grad, Tensor state, Tensor mixed, " LOT_INPUTS
-              ") -> (Tensor q, Tensor k, Tensor v, Tensor pivots, Tensor log_masses, Tensor temperatures, "
-              "Tensor query_masses, Tensor key_masses)");
+  define<Given>(library, "cpu_forward", {"out", "state", "mixed"});
+  define<Kept, Given>(library, "cpu_backward", first<Given>(8));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

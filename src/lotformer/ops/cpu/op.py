@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ STATE_NOTES = 4
 """Numbers at the end of a head's state that are about the solve, see `call.h`."""
 
 _QUERY_FORM, _KEY_FORM, _KEY_ORIGIN, _RESIDUAL = range(-STATE_NOTES, 0)
-
-_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
-_BALANCES = {name: number for number, name in enumerate(BALANCES)}
 
 MAX_PASSES = 120
 """Of the exact solve in the kernel. Longer walks are left to the reference in fp64: fp32 may reach their column sums,
@@ -59,49 +56,10 @@ def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     return why_not_here(FLOAT_OR_BFLOAT16, transport.q)
 
 
-class _Tensors(NamedTuple):
-    """The tensors of `cpu_forward` in its order: those with gradients first, as `cpu_backward` returns them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pivots: Tensor | None
-    log_masses: Tensor
-    temperatures: Tensor | None  # (H,), or None: then the number in the options
-    query_masses: Tensor | None  # (B, H, N)
-    key_masses: Tensor | None  # (B, H, M)
-    query_mask: Tensor | None
-    key_mask: Tensor | None
-
-
-class _Options(NamedTuple):
-    """The other arguments of `cpu_forward`, which follow the tensors."""
-
-    temperature: float
-    solver: int
-    iters: int
-    tol: float
-    balance: int
-
-    @property
-    def query_vectors(self) -> int:
-        """Vectors in the state that are about the queries, see `call.h`."""
-        if self.balance != _BALANCES["both"]:
-            return int(self.balance == _BALANCES["keys"])
-        return 2 if self.is_newton else self.iters
-
-    @property
-    def key_vectors(self) -> int:
-        if self.balance == _BALANCES["none"]:
-            return 1
-        return 3 if self.is_newton else self.iters + 1
-
-    @property
-    def is_newton(self) -> bool:
-        return self.solver == _SOLVERS["newton"]
-
-
-_COUNT = len(_Tensors._fields)
+def _vectors(solver: str, iters: int, balance: str) -> tuple[int, int]:
+    """The number of vectors in the state that are about the queries, and about the keys, see `call.h`."""
+    queries, keys = (2, 3) if solver == "newton" else (iters, iters + 1)
+    return {"both": (queries, keys), "keys": (1, keys), "none": (0, 1)}[balance]
 
 
 def run(transport: Transport, solve: Solve) -> Result:
@@ -111,7 +69,7 @@ def run(transport: Transport, solve: Solve) -> Result:
     per_head = None
     if isinstance(temperature, Tensor):
         per_head, temperature = temperature.float().expand(heads), 0.0
-    tensors = _Tensors(
+    out, state, _ = _forward(
         q=rows(t.q),
         k=rows(t.k),
         v=rows(t.v),
@@ -122,21 +80,18 @@ def run(transport: Transport, solve: Solve) -> Result:
         key_masses=None if t.key_masses is None else _per_head(t.key_masses, heads),
         query_mask=t.query_mask,
         key_mask=t.key_mask,
-    )
-    options = _Options(
         temperature=temperature,
-        solver=_SOLVERS[solve.solver],
+        solver=SOLVERS.index(solve.solver),
         iters=solve.iters,
         tol=_tolerance(solve),
-        balance=_BALANCES[solve.balance],
+        balance=BALANCES.index(solve.balance),
     )
-    out, state, _ = _forward(*tensors, *options)
     result = Result(
         out,
         residual=lambda: state.select(-1, _RESIDUAL),
-        potentials=lambda: _potentials(state, transport, solve, options),
+        potentials=lambda: _potentials(state, transport, solve),
     )
-    is_exact = options.is_newton and solve.balance != "none"
+    is_exact = solve.solver == "newton" and solve.balance != "none"
     return _mended(result, t, solve) if is_exact and not is_traced(t.q) else result
 
 
@@ -182,19 +137,15 @@ def _floats(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()  # to ask is quicker than a conversion to nothing else
 
 
-def _state_size(options: _Options, rank: int) -> int:
-    return (options.query_vectors + options.key_vectors) * rank + STATE_NOTES
-
-
-def _potentials(state: Tensor, transport: Transport, solve: Solve, options: _Options) -> Potentials:
+def _potentials(state: Tensor, transport: Transport, solve: Solve) -> Potentials:
     """Of the last sweep, or of the exact solve, out of the state of `cpu_forward`; `call.h` says how it is laid out."""
-    rank, keys = transport.rank, options.query_vectors
+    rank, (keys, _) = transport.rank, _vectors(solve.solver, solve.iters, solve.balance)
 
     def solved(first: int, form: int) -> Tensor:
         """Of a side whose vectors start at the first."""
-        if options.is_newton:
+        if solve.solver == "newton":
             return vector(first).double() + vector(first + 1)
-        return _potential(vector(first + options.iters - 1), state[..., form, None])
+        return _potential(vector(first + solve.iters - 1), state[..., form, None])
 
     def vector(index: int) -> Tensor:
         return state[..., index * rank : (index + 1) * rank]
@@ -210,30 +161,37 @@ def _potential(saved: Tensor, is_logarithm: Tensor) -> Tensor:
     return torch.where((is_logarithm == 0) & (saved > 0), saved.log(), saved)
 
 
-def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors, options = _Tensors(*inputs[:_COUNT]), _Options(*inputs[_COUNT:])
-    q = tensors.q
+def _fake_forward(
+    q: Tensor, v: Tensor, log_masses: Tensor, solver: int, iters: int, balance: int, **rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads = q.shape[:2]
-    rank, value_dim = tensors.log_masses.shape[1], tensors.v.shape[3]
-    state = q.new_empty((batch, heads, _state_size(options, rank)), dtype=torch.float32)
+    rank, value_dim = log_masses.shape[1], v.shape[3]
+    size = sum(_vectors(SOLVERS[solver], iters, BALANCES[balance])) * rank + STATE_NOTES
+    state = q.new_empty((batch, heads, size), dtype=torch.float32)
     mixed = q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
-    return output_like(q, tensors.v), state, mixed
+    return output_like(q, v), state, mixed
 
 
-def _fake_backward(grad: Tensor, state: Tensor, mixed: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    t = _Tensors(*inputs[:_COUNT])
-    batch, heads, n, _ = t.q.shape
-    lengths = (0 if t.query_masses is None else n, 0 if t.key_masses is None else t.k.shape[2])
-    shapes = ((0,) if t.pivots is None else t.pivots.shape, t.log_masses.shape)
-    small = (t.log_masses.new_empty(shape) for shape in shapes)
-    per_head = t.q.new_empty((heads,), dtype=torch.float32)
-    masses = (t.q.new_empty((batch, heads, length), dtype=torch.float32) for length in lengths)
-    return (*(fresh_like(rows(x)) for x in (t.q, t.k, t.v)), *small, per_head, *masses)
+def _fake_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pivots: Tensor | None,
+    log_masses: Tensor,
+    query_masses: Tensor | None,
+    key_masses: Tensor | None,
+    **rest: Any,
+) -> tuple[Tensor, ...]:
+    batch, heads, n, _ = q.shape
+    lengths = (0 if query_masses is None else n, 0 if key_masses is None else k.shape[2])
+    masses = ((batch, heads, length) for length in lengths)
+    shapes = ((0,) if pivots is None else pivots.shape, log_masses.shape, (heads,), *masses)
+    small = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return (*(fresh_like(rows(x)) for x in (q, k, v)), *small)
 
 
 _forward = differentiable_once(
     "cpu",
-    tensors=_COUNT,
     fakes=(_fake_forward, _fake_backward),
     advice='Use `backend="reference"`, which is differentiable any number of times for the Sinkhorn solver.',
 )

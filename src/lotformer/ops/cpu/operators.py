@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def why_not_here(dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> st
 
 def rows(x: Tensor) -> Tensor:
     """The kernels read any layout whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def fresh_like(x: Tensor) -> Tensor:
@@ -69,6 +70,7 @@ def fresh_like(x: Tensor) -> Tensor:
 
 def output_like(q: Tensor, v: Tensor) -> Tensor:
     """A tensor for a row of values per query, in the layout of the queries."""
+    q = rows(q)
     batch, heads, n, dim = q.shape
     width = v.shape[3]
     if dim == width:
@@ -78,14 +80,47 @@ def output_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((batch, n, heads, width)).transpose(1, 2)
 
 
+class Signature:
+    """The schema of `lotformer::{name}`: it states the order of arguments and results, Python calls them by name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.operator = f"lotformer::{name}", getattr(torch.ops.lotformer, name)
+        self.direct = self.operator.default._op
+        schema = self.operator.default._schema
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+        self.returns = [result.name for result in schema.returns]
+
+    def named(self, inputs: Iterable[Any]) -> dict[str, Any]:
+        return dict(zip(self.arguments, inputs, strict=True))
+
+    def ordered(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """In the order of the arguments, None for what is not given."""
+        return tuple(map(given.get, self.arguments))
+
+    def by_name(self, call: Call) -> Call:
+        """`call(*inputs)` with the inputs by name."""
+        operator, pack, count = self.operator, itemgetter(*self.arguments), len(self.arguments)
+
+        def named(**given: Any) -> Any:
+            if torch.compiler.is_compiling() or len(given) != count:
+                return operator(**given)  # which refuses other names
+            return call(*pack(given))
+
+        return named
+
+    def register_fake(self, fake: Call) -> None:
+        """The shapes of the results for tracing: `fake` takes the arguments by name."""
+        torch.library.register_fake(self.name, lambda *inputs: fake(**self.named(inputs)))
+
+
 # What `torch.library` registers for autograd serves tracing, but costs as much as a small call. Eager calls go past it.
 
 
-def differentiable(name: str, tensors: int, setup_context: Call, backward: Call) -> Call:
-    """The operator with a derivative: its first inputs, so many, are tensors or None."""
-    operator = getattr(torch.ops.lotformer, name)
-    direct = operator.default._op
-    torch.library.register_autograd(f"lotformer::{name}", backward, setup_context=setup_context)
+def differentiable(signature: Signature, setup_context: Call, backward: Call) -> Call:
+    """The operator with a derivative, called by name. Its first inputs are tensors or None."""
+    direct, tensors = signature.direct, signature.tensors
+    torch.library.register_autograd(signature.name, backward, setup_context=setup_context)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -98,8 +133,6 @@ def differentiable(name: str, tensors: int, setup_context: Call, backward: Call)
     Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return operator(*inputs)
         if torch.is_grad_enabled():
             for x in inputs[:tensors]:
                 if x is not None and x.requires_grad:
@@ -107,13 +140,12 @@ def differentiable(name: str, tensors: int, setup_context: Call, backward: Call)
         with torch._C._AutoDispatchBelowAutograd():
             return direct(*inputs)
 
-    return call
+    return signature.by_name(call)
 
 
-def plain(name: str) -> Call:
+def plain(signature: Signature) -> Call:
     """The operator for the backward of another: autograd hears of it only if a second derivative may be asked for."""
-    operator = getattr(torch.ops.lotformer, name)
-    direct = operator.default._op
+    operator, direct = signature.operator, signature.direct
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -124,39 +156,23 @@ def plain(name: str) -> Call:
     return call
 
 
-def register_fakes(name: str, forward: Call, backward: Call) -> None:
-    """The shapes of the results of both ways, for tracing."""
-    torch.library.register_fake(f"lotformer::{name}_forward", forward)
-    torch.library.register_fake(f"lotformer::{name}_backward", backward)
+def differentiable_once(name: str, *, advice: str, fakes: tuple[Call, Call] | None = None) -> Call:
+    """`lotformer::{name}_forward`, called by name, with `lotformer::{name}_backward` for its derivative.
 
-
-def differentiable_once(
-    name: str,
-    *,
-    tensors: int,
-    advice: str,
-    fakes: tuple[Call, Call] | None = None,
-    results: int = 1,
-    kept: int = 1,
-    gradients: Callable[..., Outputs] = lambda inputs, grad: (rows(grad),),
-) -> Call:
-    """`lotformer::{name}_forward` with `lotformer::{name}_backward` for its derivative.
-
-    Backward takes gradients of outputs, the outputs that were kept and all inputs, and returns gradients of the first
-    inputs.
+    Backward takes gradients of the first outputs, the last outputs, and all inputs, and returns gradients of the first
+    inputs; how many is in the schemas.
 
     Args:
-        tensors: how many inputs, the first ones, are tensors or None.
         advice: what to do who needs a second derivative.
-        fakes: shapes of the results of both, if they are ever traced.
-        results: how many outputs, the first ones, have gradients.
-        kept: the first output that backward wants; it gets all after it.
-        gradients: `gradients(inputs, *grads)` is what backward takes for the gradients of these outputs, None where
-            nothing depends on one.
+        fakes: results of both for their arguments by name, if they are ever traced or two outputs have gradients.
     """
     if load_error is not None:
         return _missing
-    derivative = plain(f"{name}_backward")
+    operator, second = Signature(f"{name}_forward"), Signature(f"{name}_backward")
+    derivative, tensors, outputs = plain(second), operator.tensors, operator.returns
+    before = second.arguments[: -len(operator.arguments)]
+    results = sum(argument not in outputs for argument in before)  # so many have gradients
+    kept = len(outputs) - (len(before) - results)  # the first that backward takes
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.options = inputs[tensors:]
@@ -166,11 +182,15 @@ def differentiable_once(
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * (tensors + len(ctx.options))
+        grads = grads[:results]
         if all(grad is None for grad in grads):  # whatever came after the outputs did not depend on them
             return nothing
         saved = ctx.saved_tensors  # read once: with activation checkpointing a tensor can be unpacked only once
         inputs = saved[-tensors:]
-        found = derivative(*gradients(inputs, *grads[:results]), *saved, *ctx.options)
+        if fakes is not None and any(grad is None for grad in grads):
+            empty = fakes[0](**operator.named((*inputs, *ctx.options)))
+            grads = tuple(x.zero_() if grad is None else grad for x, grad in zip(empty, grads, strict=False))
+        found = derivative(*(rows(grad) for grad in grads if grad is not None), *saved, *ctx.options)
         wanted = (None if x is None else g for x, g in zip(inputs, found, strict=False))
         return (*wanted, *nothing[len(found) :])
 
@@ -178,10 +198,11 @@ def differentiable_once(
         raise NotImplementedError(f"the CPU kernel has no second derivative. {advice}")
 
     if fakes is not None:
-        register_fakes(name, *fakes)
-    torch.library.register_autograd(f"lotformer::{name}_backward", refuse)
-    return differentiable(f"{name}_forward", tensors, setup_context, backward)
+        operator.register_fake(fakes[0])
+        second.register_fake(fakes[1])
+    torch.library.register_autograd(second.name, refuse)
+    return differentiable(operator, setup_context, backward)
 
 
-def _missing(*inputs: Any) -> Any:
+def _missing(**given: Any) -> Any:
     raise RuntimeError(f"the CPU kernel is not built ({load_error}).")

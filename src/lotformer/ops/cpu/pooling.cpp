@@ -4,17 +4,23 @@
 
 namespace {
 
-// What both directions share, held alive in the layout the kernel reads.
-struct Pooling {
-  Tensor q, k, v;
-  MaybeTensor key_mask;
+// The arguments of both directions, held alive in the layout the kernel reads.
+struct Given {
+  Arguments& next;
+  Tensor q = next.rows("q"), k = next.rows("k"), v = next.rows("v");
+  MaybeTensor key_mask = next.maybe_tensor("key_mask");
+  double beta = next.number("beta"), like = next.number("like"), opposite = next.number("opposite");
+};
+
+struct Kept {
+  Arguments& next;
+  Tensor grad = next.rows("grad"), rows = next.tensor("rows"), plan = next.tensor("plan");
+};
+
+struct Inputs : Given {
   lot::Pool call{};
 
-  explicit Pooling(Arguments& next)
-      : q(with_contiguous_rows(next.tensor())),
-        k(with_contiguous_rows(next.tensor())),
-        v(with_contiguous_rows(next.tensor())),
-        key_mask(next.maybe_tensor()) {
+  explicit Inputs(Arguments& arguments) : Given{arguments} {
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "lotformer: q, k, v must have four dimensions.");
     const int64_t batch = q.size(0), heads = q.size(1), count = q.size(2), dim = q.size(3), length = k.size(2);
     STD_TORCH_CHECK(length >= 1 && dim >= 1, "lotformer: there must be a key, and a channel.");
@@ -33,14 +39,15 @@ struct Pooling {
     call.keys = rows(k);
     call.values = rows(v);
     call.mask = mask(key_mask);
-    call.beta = float(next.number());
-    for (float& power : call.powers) power = float(next.number());
+    call.beta = float(beta);
+    call.powers[0] = float(like);
+    call.powers[1] = float(opposite);
   }
 };
 
 void pool(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Pooling in(next);
+  Inputs in(next);
   lot::Pool& c = in.call;
   Tensor out = floats(in.q, {c.batch, c.heads, c.rows, c.value_dim});
   Tensor plan = floats(in.q, {c.batch, c.heads, c.rows, c.length});
@@ -52,16 +59,16 @@ void pool(StableIValue* stack, uint64_t, uint64_t) {
 
 void pool_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments next(stack);
-  Tensor grad = with_contiguous_rows(next.tensor()), out = next.tensor(), plan = next.tensor();
-  Pooling in(next);
+  const Kept kept{next};
+  Inputs in(next);
   lot::Pool& c = in.call;
-  expect(grad, "grad", ScalarType::Float, {c.batch, c.heads, c.rows, c.value_dim});
-  expect(out, "out", ScalarType::Float, {c.batch, c.heads, c.rows, c.value_dim});
-  expect(plan, "plan", ScalarType::Float, {c.batch, c.heads, c.rows, c.length});
+  expect(kept.grad, "grad", ScalarType::Float, {c.batch, c.heads, c.rows, c.value_dim});
+  expect(kept.rows, "rows", ScalarType::Float, {c.batch, c.heads, c.rows, c.value_dim});
+  expect(kept.plan, "plan", ScalarType::Float, {c.batch, c.heads, c.rows, c.length});
   Tensor dq = floats(in.q, {c.batch, c.heads, c.rows, c.dim}), dk = fresh_like(in.k), dv = fresh_like(in.v);
-  c.grad = rows(grad);
-  c.out = rows(out);
-  c.plan = data(plan);
+  c.grad = rows(kept.grad);
+  c.out = rows(kept.rows);
+  c.plan = data(kept.plan);
   c.grad_queries = data(dq);
   c.grad_keys = rows(dk);
   c.grad_values = rows(dv);
@@ -69,12 +76,9 @@ void pool_backward(StableIValue* stack, uint64_t, uint64_t) {
   give_back(stack, dq, dk, dv);
 }
 
-#define POOL_INPUTS "Tensor q, Tensor k, Tensor v, Tensor? key_mask, float beta, float like, float opposite"
-
 STABLE_TORCH_LIBRARY_FRAGMENT(lotformer, library) {
-  library.def("pool_forward(" POOL_INPUTS ") -> (Tensor rows, Tensor plan)");
-  library.def("pool_backward(Tensor grad, Tensor rows, Tensor plan, " POOL_INPUTS
-              ") -> (Tensor q, Tensor k, Tensor v)");
+  define<Given>(library, "pool_forward", {"rows", "plan"});
+  define<Kept, Given>(library, "pool_backward", first<Given>(3));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lotformer, CPU, library) {

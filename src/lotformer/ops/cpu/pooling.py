@@ -11,27 +11,21 @@ from .operators import FLOAT, differentiable_once, fresh_like, rows, why_not_her
 
 def run(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, beta: float, powers: tuple[float, float]) -> Tensor:
     """`beside.pool`."""
-    return _pool(rows(q), rows(k), rows(v), key_mask, beta, *powers)[0]
+    like, opposite = powers
+    given = {"q": rows(q), "k": rows(k), "v": rows(v), "key_mask": key_mask}
+    return _operator(**given, beta=beta, like=like, opposite=opposite)[0]
 
 
 def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
     return why_not_here(FLOAT, q, k, v)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((*q.shape[:3], k.shape[2]))
 
 
-def _fake_backward(
-    grad: Tensor, out: Tensor, plan: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), fresh_like(rows(k)), fresh_like(rows(v))
 
 
-_pool = differentiable_once(
-    "pool",
-    tensors=4,
-    kept=0,
-    fakes=(_fake, _fake_backward),
-    advice='Use `backend="reference"`.',
-)
+_operator = differentiable_once("pool", fakes=(_fake_forward, _fake_backward), advice='Use `backend="reference"`.')

@@ -103,18 +103,55 @@ inline void expect(const MaybeTensor& x, const char* name, ScalarType type, std:
   if (x) expect(*x, name, type, shape);
 }
 
-// Takes the arguments of a boxed call one by one, in the order of the schema.
+// Reads the arguments of an operator one by one, off the stack of a boxed call. Without a stack it lists what would be
+// read, for the schema. An operator states the order of its arguments in structs whose members are read on construction:
+// `Given`, which both directions take, and `Kept`, which backward takes before them.
 class Arguments {
  public:
-  explicit Arguments(StableIValue* stack) : next_(stack) {}
-  Tensor tensor() { return torch::stable::detail::to<Tensor>(*next_++); }
-  MaybeTensor maybe_tensor() { return torch::stable::detail::to<MaybeTensor>(*next_++); }
-  double number() { return torch::stable::detail::to<double>(*next_++); }
-  int64_t integer() { return torch::stable::detail::to<int64_t>(*next_++); }
+  std::vector<std::string> names;  // without a stack, and as the schema has them
+  std::string text;
+
+  explicit Arguments(StableIValue* stack = nullptr) : next_(stack) {}
+  double number(const char* name) { return read<double>("float ", name); }
+  int64_t integer(const char* name) { return read<int64_t>("int ", name); }
+  Tensor tensor(const char* name) { return read<Tensor>("Tensor ", name); }
+  MaybeTensor maybe_tensor(const char* name) { return read<MaybeTensor>("Tensor? ", name); }
+  Tensor rows(const char* name) { return in_layout(with_contiguous_rows, tensor(name)); }
+  Tensor packed(const char* name) { return in_layout(::packed, tensor(name)); }
+  MaybeTensor maybe_rows(const char* name) { return in_layout(with_contiguous_rows, maybe_tensor(name)); }
+  MaybeTensor maybe_packed(const char* name) { return in_layout(::packed, maybe_tensor(name)); }
 
  private:
+  template <class T>
+  T read(const char* type, const char* name) {
+    if (next_ != nullptr) return torch::stable::detail::to<T>(*next_++);
+    text += std::string(names.empty() ? "" : ", ") + type + name;
+    names.push_back(name);
+    return {};
+  }
+  Tensor in_layout(Tensor (*layout)(const Tensor&), const Tensor& x) { return next_ != nullptr ? layout(x) : x; }
+  MaybeTensor in_layout(Tensor (*layout)(const Tensor&), const MaybeTensor& x) { return x ? layout(*x) : x; }
+
   StableIValue* next_;
 };
+
+// Defines an operator with the arguments of these structs, one after the other, and tensors for results.
+template <class... Given>
+void define(torch::stable::detail::StableLibrary& library, const std::string& name, std::vector<std::string> results) {
+  Arguments next;
+  (void(Given{next}), ...);
+  std::string text;
+  for (const std::string& result : results) text += (text.empty() ? "Tensor " : ", Tensor ") + result;
+  library.def((name + "(" + next.text + ") -> (" + text + ")").c_str());
+}
+
+// Names of the first arguments of a struct: of those with gradients, for the results of backward.
+template <class Given>
+std::vector<std::string> first(int count) {
+  Arguments next;
+  Given{next};
+  return {next.names.begin(), next.names.begin() + count};
+}
 
 template <class... Tensors>
 void give_back(StableIValue* stack, const Tensors&... results) {
@@ -126,6 +163,7 @@ inline Tensor floats(const Tensor& like, std::vector<int64_t> shape) {
 }
 
 inline float* data(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+inline float* data(const MaybeTensor& x) { return x ? data(*x) : nullptr; }
 
 // Dense memory in the layout of x as far as that is dense, with contiguous rows: tokens that overlap in memory have a
 // layout without them.
