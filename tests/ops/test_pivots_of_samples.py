@@ -148,5 +148,5 @@ def test_input_aware_pivots_learn_faster_than_fixed_ones_to_find_the_same_token(
 
 
 def test_a_misspelt_kind_of_pivots_is_refused():
-    with pytest.raises(ValueError, match="pivots must be one of 'fixed', 'input-aware', got 'aware'"):
+    with pytest.raises(ValueError, match="pivots must be one of 'fixed', 'input-aware', 'found', got 'aware'"):
         lotformer.LOTAttention(16, 2, rank=4, pivots="aware")
