@@ -21,6 +21,7 @@ _MODULES = (
     "longrange.pathfinder_check",
     "translation.table",
     "translation.speed",
+    "vision.imagenet",
     "vision.ladder",
     "vision.sinkhorn",
     "vision.rank",
