@@ -26,6 +26,7 @@ _MODULES = (
     "vision.sinkhorn",
     "vision.rank",
     "vision.robustness",
+    "vision.gap",
 )
 """Each declares its `EXPERIMENT`; in the order of the command line's help."""
 
