@@ -1,7 +1,7 @@
 """Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
 
 Fine-tuning after the swap has two parts, the same for every method: the model first imitates the logits of the softmax
-model and its hidden states layer by layer, then it sees labels.
+model and its hidden states layer by layer, then it sees labels. With the paper's recipe it sees labels at once.
 
 Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
 run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
