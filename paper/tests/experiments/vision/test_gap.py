@@ -40,6 +40,7 @@ def test_the_order_is_that_of_the_proposition() -> None:
         assert layer.lowest < layer.lot
         assert layer.lowrank_objective < layer.lot_objective
         assert layer.holds > 0.5
+        assert layer.holds_at_zero == 1
 
 
 def test_pivots_that_are_equal_couple_independently() -> None:
