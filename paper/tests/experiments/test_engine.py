@@ -143,6 +143,12 @@ class TestRunning:
         with pytest.raises(OSError, match="cannot write to"):
             engine.run(never, CountSettings(), tmp_path / "file" / "out")
 
+    def test_an_experiment_of_one_process_refuses_to_be_many(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match="counting runs in one process: start it without torchrun"):
+            engine.run(COUNTING, CountSettings(), tmp_path)
+        assert not list(tmp_path.iterdir())
+
 
 class TestRendering:
     def test_is_by_the_name_that_the_cells_carry(self, counting, tmp_path):

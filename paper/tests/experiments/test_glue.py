@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from lotformer.cli.main import app
 from lotformer.data import glue
+from lotformer.settings import make
 from lotformer_paper.experiments import engine
 from lotformer_paper.experiments import glue as experiment
 from lotformer_paper.results.cells import CellFolder, Origin
@@ -129,6 +130,54 @@ def test_the_experiment_fills_its_table_and_resumes(checkpoint, tmp_path):
     (out / "sst2" / "lot.json").write_text(json.dumps(stored))
     again = run(checkpoint, tmp_path, out, ["sst2"], methods, settings)
     assert {cell.method: cell.recovered for cell in again}["lot"] == 12.5
+
+
+def paper(**chosen: object) -> experiment.GlueSettings:
+    """As `--recipe paper` makes them."""
+    return make(experiment.GlueSettings, experiment.EXPERIMENT.completed({"recipe": "paper", **chosen}))
+
+
+class TestRecipeOfThePaper:
+    def test_is_that_of_the_appendix(self):
+        settings = paper()
+        assert (settings.batch_size, settings.swap_lr, settings.swap_epochs) == (8, 1e-5, 5)
+        assert settings.imitation_steps == 0
+        assert settings.calibration(batches=40) == 200
+        for method in experiment.METHODS.values():
+            taught = settings.taught(method)
+            assert (taught.calibration_lr, taught.mechanism_lr) == (1e-2, 1e-5)
+            assert experiment.GlueSettings().taught(method) == method
+
+    def test_what_is_given_wins(self):
+        settings = paper(batch_size=4, calibration_steps=7, max_swap_steps=3)
+        assert (settings.batch_size, settings.calibration(batches=40)) == (4, 7)
+
+    def test_labels_come_after_the_swap_and_the_note_says_whose_recipe_it_is(self, checkpoint, tmp_path):
+        sst(tmp_path)
+        told: list[str] = []
+        settings = paper(epochs=2, batch_size=6, swap_epochs=2, max_swap_steps=3, calibration_steps=4)
+        listen = lambda what, now, total: told.append(f"{what} {now}/{total}")  # noqa: E731
+        methods = ["t2r", "hedgehog", "lot"]
+        run(checkpoint, tmp_path, tmp_path / "out", ["sst2"], methods, settings, listen)
+        assert told[-1] == "sst2: fine-tuning lot 3/3"
+        assert "sst2: calibrating hedgehog 4/4" in told
+        assert not any("imitates" in what or "calibrating t2r" in what for what in told)
+        said = engine.render(tmp_path / "out").markdown()
+        assert "the paper's recipe, calibration at 0.01 for at most 5 epochs and 4 steps with early stopping" in said
+        assert "2 epochs with labels, at most 3 steps, lr 1e-05" in said
+
+    def test_cells_of_our_own_recipe_are_found_as_they_were_stored(self, store, checkpoint, tmp_path):
+        """They were made when there was no choice."""
+        store(cell("sst2", "softmax"), experiment.GlueSettings())
+        store(cell("sst2", "lot"), experiment.GlueSettings())
+        path = tmp_path / "out" / "sst2" / "lot.json"
+        stored = json.loads(path.read_text())
+        del stored["origin"]["settings"]["recipe"]
+        path.write_text(json.dumps(stored))
+        arguments = (checkpoint, tmp_path, tmp_path / "out", ["sst2"], ["lot"])
+        assert len(run(*arguments, experiment.GlueSettings())) == 2
+        with pytest.raises(ValueError, match="recipe not recorded instead of paper"):
+            run(*arguments, paper(**dataclasses.asdict(dataclasses.replace(experiment.GlueSettings(), recipe="paper"))))
 
 
 def cell(task: str, method: str, **changed: object) -> experiment.Cell:

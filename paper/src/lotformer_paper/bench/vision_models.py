@@ -8,62 +8,13 @@ from pathlib import Path
 
 from lotformer.cli.tables import Table
 
+from ..results.paper import BACKBONES, MECHANISMS, TABLE_1
 from ..results.plain import read
 from ..results.provenance import Provenance
 from ..results.report import Report
 from .settings import BenchSettings
 
 NAME = "vision-models"
-
-BACKBONES = {
-    "lot_deit_tiny_patch16_224": "DeiT-Tiny",
-    "lot_deit_small_patch16_224": "DeiT-Small",
-    "lot_pvt_tiny": "PVT-Tiny",
-    "lot_swin_tiny": "Swin-Tiny",
-}
-
-MECHANISMS = {
-    "softmax": "softmax",
-    "efficient": "Efficient",
-    "hydra": "Hydra",
-    "enhanced": "Enhanced",
-    "flatten": "FLatten",
-    "angular": "Angular",
-    "mobiattention": "MobiAttention",
-    "polaformer": "PolaFormer",
-    "sinkformer": "Sinkformer",
-    "espformer": "ESPFormer",
-    "lot": "LOTFormer",
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of Table 1: what is built, and millions of parameters and 10⁹ multiply-adds as the paper prints them."""
-
-    backbone: str
-    attention: str
-    parameters: str
-    macs: str
-
-
-TABLE_1 = tuple(
-    Row(backbone, *row.split())
-    for backbone, rows in {
-        "lot_deit_tiny_patch16_224": (
-            "softmax 5.7 1.1", "efficient 5.7 1.1", "hydra 5.7 1.1", "enhanced 5.8 1.1", "flatten 6.1 1.1",
-            "angular 5.7 1.1", "mobiattention 5.7 1.2", "polaformer 6.1 1.2", "sinkformer 5.7 1.2",
-            "espformer 5.7 1.2", "lot 5.8 1.2",
-        ),
-        "lot_deit_small_patch16_224": ("softmax 22 4.6", "polaformer 23 4.8", "lot 22.3 4.8"),
-        "lot_pvt_tiny": ("softmax 13.0 1.9", "polaformer 12.0 2.0", "lot 12.2 2.1"),
-        "lot_swin_tiny": (
-            "softmax 28.0 4.4", "hydra 29.0 4.5", "efficient 29.0 4.5", "angular 29.0 4.5", "enhanced 29.0 4.5",
-            "flatten 29.0 4.5", "polaformer 29.0 4.5", "lot 28.0 4.5",
-        ),
-    }.items()
-    for row in rows
-)  # fmt: skip
 
 _PRODUCTS = (
     "Without the two products of the attention, which a counter of layers does not see, it would be 1.08 G: the "

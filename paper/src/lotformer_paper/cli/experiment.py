@@ -29,9 +29,11 @@ def command(experiment: engine.Experiment) -> Callable[..., None]:
     def run(settings: Settings, out: Path, **inputs: Any) -> None:
         console = Console()
         with one_clear_error(console, "Cannot run the experiment", *experiment.extras):
-            with progress_bar(console) as listen:
+            first = engine.team_of(experiment).process.index == 0
+            with progress_bar(console if first else Console(quiet=True)) as listen:
                 engine.run(experiment, settings, out, listen, command_line(), **inputs)
-            publish(console, engine.report(experiment, out), out)
+            if first:
+                publish(console, engine.report(experiment, out), out)
 
     out = inspect.Parameter(
         "out",

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import Listener
@@ -21,9 +22,12 @@ from lotformer.files import require_writable
 from lotformer.reading import read_json
 from lotformer.settings import Settings
 from lotformer.training.logs import Progress
+from lotformer.training.teams import Alone, Team
 
 from ..results.cells import CellFolder, Origin, Record, record_of
 from ..results.report import Report
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Experiment:
         require: raises an error if a package is missing.
         extras: of the package, named in an error if something of theirs is not installed.
         gathers: names of experiments whose cells this one gathers; it has none of its own.
+        processes: its jobs may be made by many processes together, started by torchrun or `accelerate launch`.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Experiment:
     require: Callable[[], None] = lambda: None
     extras: tuple[str, ...] = ()
     gathers: tuple[str, ...] = ()
+    processes: bool = False
 
     @property
     def inputs(self) -> list[inspect.Parameter]:
@@ -84,23 +90,33 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a run, as its jobs see them: by name, with what each depends on."""
+    """The cells of a run, as its jobs see them: by name, with what each depends on.
+
+    Where many processes make them together, all call the same methods in the same order; the first one reads and
+    writes, and the others get what it got.
+    """
 
     store: CellFolder[Any]
     planned: dict[str, tuple[Origin, int]] = field(default_factory=dict)
+    team: Team = field(default_factory=Alone)
+
+    @property
+    def first(self) -> bool:
+        """True in the process whose cell is stored: what the others hand to `finish` is not looked at."""
+        return self.team.process.index == 0
 
     def find(self, name: str) -> Any:
         """The finished cell, or None."""
-        return self.store.find(name, self.planned[name][0])
+        return _by_first(self.team, lambda: self.store.find(name, self.planned[name][0]))
 
     def begin(self, name: str, part: str = "training") -> Path:
         """Note that the cell is begun; returns where this part of it may keep a checkpoint."""
-        return self.store.begin(name, self.planned[name][0], part)
+        return _by_first(self.team, lambda: self.store.begin(name, self.planned[name][0], part))
 
     def finish(self, name: str, cell: Any, budget: Mapping[str, Any] | None = None) -> Any:
         """Store the cell with what was spent on it."""
         origin, seed = self.planned[name]
-        return self.store.finish(name, cell, origin, budget or {}, seed)
+        return _by_first(self.team, lambda: self.store.finish(name, cell, origin, budget or {}, seed))
 
     def place(self, name: str) -> Path:
         """A place for the model of the cell."""
@@ -122,16 +138,17 @@ def run(
     """Make every cell that is not in `out` yet; returns all that were asked for, in the order of the plan.
 
     Raises:
-        ValueError: `out` holds cells made from something else.
+        ValueError: `out` holds cells made from something else, or processes were started for an experiment of one.
         OSError: `out` cannot be written.
     """
     experiment.require()
-    require_writable(out)
+    team = team_of(experiment)
+    _by_first(team, lambda: require_writable(out))
     jobs: list[Job] = []
     folders: dict[str, Cells] = {}
     for job in experiment.plan(settings, listen, **inputs):
         made_by = job.of or experiment
-        empty = Cells(CellFolder(out / job.below, made_by.cell, made_by.name, command))
+        empty = Cells(CellFolder(out / job.below, made_by.cell, made_by.name, command), team=team)
         cells = folders.setdefault(job.below, empty)
         cells.planned.update({name: (origin, job.seed) for name, origin in job.cells.items()})
         for name in job.cells:  # all of them at the door: the last job begins hours after the first
@@ -145,6 +162,35 @@ def run(
             if missing := [name for name in job.cells if folders[job.below].find(name) is None]:
                 raise RuntimeError(f"{experiment.name} has not made {', '.join(missing)}.")
     return [cells.find(name) for cells, name in asked]
+
+
+def team_of(experiment: Experiment) -> Team:
+    """The processes that make an experiment together: this one alone, or those that a launcher has started.
+
+    Raises:
+        ValueError: there are several, and the experiment is not made for that.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Alone()
+    if not experiment.processes:
+        raise ValueError(f"{experiment.name} runs in one process: start it without torchrun or `accelerate launch`.")
+    from lotformer.training.accelerated import AcceleratedTeam, make_accelerator
+
+    return AcceleratedTeam(make_accelerator())
+
+
+def _by_first(team: Team, make: Callable[[], T]) -> T:
+    """What the first process makes, for all of them; what goes wrong there goes wrong in all."""
+    made, error = None, None
+    if team.process.index == 0:
+        try:
+            made = make()
+        except (OSError, ValueError) as failure:
+            error = failure
+    made, error = team.gather((made, error))[0]
+    if error is not None:
+        raise error
+    return made
 
 
 def render(folder: Path) -> Report:

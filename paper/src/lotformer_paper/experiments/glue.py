@@ -1,7 +1,7 @@
 """Table 4: fine-tune a softmax encoder on a GLUE task, swap its attention, calibrate, fine-tune, score.
 
 Fine-tuning after the swap has two parts, the same for every method: the model first imitates the logits of the softmax
-model and its hidden states layer by layer, then it sees labels.
+model and its hidden states layer by layer, then it sees labels. With the paper's recipe it sees labels at once.
 
 Each finished cell is a JSON file in the folder of its task, and a run skips the cells it finds there: an interrupted
 run goes on where it stopped, and several processes may share the tasks of one output folder. A score is a percentage
@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,79 +26,17 @@ from torch import Tensor, nn
 from lotformer import conversion
 from lotformer.cli.tables import Table
 from lotformer.cli.terminal import Listener
-from lotformer.conversion.learning.objectives import Objective
 from lotformer.data import glue
 from lotformer.data.folder import data_folder
 from lotformer.files import new_folder
-from lotformer.settings import Settings, setting
 
 from ..results.cells import Origin, Record
 from ..results.report import largest
 from ..results.sources import checkpoint_source, files_source
 from .engine import Cells, Experiment, Job, alike, described, names_among
 from .every_length import convert_at_every_length
-from .forms import AWARE, NEAR, TRANSPORT, WIDE
+from .glue_settings import METHODS, PAPER_CALIBRATION_LR, PAPER_EPOCHS, GlueSettings, completed
 from .inputs import Encoder, GlueData, encoder_weights
-
-
-@dataclass(frozen=True)
-class Method:
-    """A column of the table: a mechanism and how its new parameters are taught before fine-tuning.
-
-    `objective` None skips calibration; `mechanism_lr` is the rate of the new parameters during fine-tuning.
-    """
-
-    mechanism: str
-    objective: Objective | None
-    options: dict[str, Any] = field(default_factory=dict)
-    calibration_lr: float = 2e-2
-    mechanism_lr: float = 5e-3
-
-
-METHODS: dict[str, Method] = {
-    "t2r": Method("t2r", None, mechanism_lr=1e-3),
-    "t2r-hh": Method("t2r", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
-    "hedgehog": Method("hedgehog", "attention", calibration_lr=1e-2, mechanism_lr=1e-3),
-    "lot": Method("lot", "output", TRANSPORT),
-    "lot-uniform": Method("lot", "output", {**TRANSPORT, "key_masses": "uniform"}),
-    "lot-keys": Method("lot", "output", {**TRANSPORT, "balance": "keys"}),
-    "lot-none": Method("lot", "output", {**TRANSPORT, "balance": "none"}),
-    "lot-aware": Method("lot", "output", AWARE),
-    "lot-aware-uniform": Method("lot", "output", {**AWARE, "key_masses": "uniform"}),
-    "lot-aware-keys": Method("lot", "output", {**AWARE, "balance": "keys"}),
-    "lot-aware-none": Method("lot", "output", {**AWARE, "balance": "none"}),
-    "lot-near": Method("lot", "output", NEAR, mechanism_lr=1e-3),
-    "lot-near-keys": Method("lot", "output", {**NEAR, "balance": "keys"}, mechanism_lr=1e-3),
-    "lot-near-none": Method("lot", "output", {**NEAR, "balance": "none"}, mechanism_lr=1e-3),
-    "lot-near-fixed": Method("lot", "output", {**NEAR, "pivots": "fixed"}, mechanism_lr=1e-3),
-    "lot-wide": Method("lot", "output", WIDE, mechanism_lr=1e-3),
-    "lot-33": Method("lot", "output", {**WIDE, "window_size": 33}, mechanism_lr=1e-3),
-}
-"""T2R learns its feature maps by fine-tuning alone; T2R-HH and Hedgehog first match attention matrices row by row.
-`lot` is transport alone; in `lot-aware` and its variants pivots see the input; `lot-near` and its variants read the
-five nearest tokens by softmax too and start so close to the original that higher rates throw them back. `lot-33`
-reads 33, and `lot-wide` reads 129, as `convert` does by itself."""
-
-
-@dataclass(frozen=True)
-class GlueSettings(Settings):
-    """Budgets and rates; epochs are capped at `max_steps` steps (softmax) and `max_swap_steps` (converted)."""
-
-    epochs: float = setting(3.0, "Epochs of the softmax model.", at_least=0)
-    max_steps: int = setting(100_000, "Most steps for the softmax model.", at_least=0)
-    lr: float = setting(5e-5, "Learning rate of the softmax model.", at_least=0)
-    imitation_steps: int = setting(1000, "Steps of imitating the softmax model after the swap.", at_least=0)
-    imitation_lr: float = setting(1e-4, "Learning rate of the original weights during that.", at_least=0)
-    swap_epochs: float = setting(1.0, "Epochs with labels after the imitation.", at_least=0)
-    max_swap_steps: int = setting(100_000, "Most steps with labels after the swap.", at_least=0)
-    swap_lr: float = setting(2e-5, "Learning rate of the original weights with labels.", at_least=0)
-    batch_size: int = setting(32, "Examples per step.", at_least=1)
-    precision: Literal["fp32", "bf16"] = setting("fp32", "Of products while all weights learn.")
-    max_length: int = setting(128, "Longer texts are cut to this many tokens.", at_least=8)
-    calibration_steps: int = setting(250, "Steps of calibration.", at_least=0)
-    calibration_texts: int = setting(2560, "Examples to calibrate on.", at_least=1)
-    seed: int = setting(0, "Random seed.")
-
 
 _BEFORE_SWAP = ("epochs", "max_steps", "lr", "batch_size", "precision", "max_length", "seed")
 """The settings that the softmax model depends on: any way to convert may share it."""
@@ -142,7 +80,8 @@ def plan(
     source = checkpoint_source(weights)
     for task in map(glue.TASKS.__getitem__, chosen):
         texts = files_source(f"glue/{task.folder}", glue.files(task, data))
-        origin = Origin(described(settings), {"checkpoint": source, "data": texts})
+        ours = ("recipe",) if settings.recipe == "ours" else ()  # cells of it are older than the choice
+        origin = Origin(described(settings, *ours), {"checkpoint": source, "data": texts})
         fill = partial(_fill, cache(partial(_Bench, task, weights, data, settings, listen)))
         before = Origin({name: origin.settings[name] for name in _BEFORE_SWAP}, origin.sources)
         yield Job({f"{task.name}/softmax": before}, partial(fill, "softmax"), settings.seed)
@@ -219,8 +158,14 @@ def budget(record: Record, seeds: str = "") -> str:
     else:
         steps = s["imitation_steps"]
         imitation = f"{steps} steps of imitation, lr {s['imitation_lr']:g}; " if steps else ""
+        calibration = f"{s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs"
+        if s.get("recipe") == "paper":
+            calibration = (
+                f"the paper's recipe, calibration at {PAPER_CALIBRATION_LR:g} for at most {PAPER_EPOCHS} epochs and "
+                f"{s['calibration_steps']} steps with early stopping"
+            )
         spent = (
-            f"converted: {s['calibration_steps']} steps of calibration on {s['calibration_texts']} inputs; {imitation}"
+            f"converted: {calibration}; {imitation}"
             f"{s['swap_epochs']:g} epochs with labels, at most {s['max_swap_steps']} steps, lr {s['swap_lr']:g}"
         )
     seeds = seeds or f"seed {s['seed']}"
@@ -259,7 +204,7 @@ class _Bench:
 
     def swapped(self, name: str, cells: Cells) -> None:
         """The softmax model with another mechanism: calibrated, scored, fine-tuned, scored."""
-        method, base = METHODS[name], cells.find(f"{self.task.name}/softmax").score
+        method, base = self.settings.taught(METHODS[name]), cells.find(f"{self.task.name}/softmax").score
         start = time.perf_counter()
         torch.manual_seed(self.settings.seed)
         model = self._model(cells.place(f"{self.task.name}/softmax"))
@@ -271,7 +216,7 @@ class _Bench:
                 model,
                 _unlabelled(self.train[::stride][:count]),
                 objective=method.objective,
-                steps=self.settings.calibration_steps,
+                steps=self.settings.calibration(len(self.train)),
                 lr=method.calibration_lr,
                 seed=self.settings.seed,
                 on_step=lambda now, total, _: self.listen(f"{self.task.name}: calibrating {name}", now, total),
@@ -385,5 +330,6 @@ EXPERIMENT = Experiment(
     arranged=_arranged,
     tables=_tables,
     notes=_notes,
+    completed=completed,
     require=_require_metrics,
 )

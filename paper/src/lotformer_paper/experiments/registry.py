@@ -21,10 +21,12 @@ _MODULES = (
     "longrange.pathfinder_check",
     "translation.table",
     "translation.speed",
+    "vision.imagenet",
     "vision.ladder",
     "vision.sinkhorn",
     "vision.rank",
     "vision.robustness",
+    "vision.gap",
 )
 """Each declares its `EXPERIMENT`; in the order of the command line's help."""
 

@@ -173,10 +173,11 @@ def test_the_grid_is_filled_once_and_rendered(small_sets, run):
     assert all((cell.residual is not None) == (cell.row == "lot") for cell in cells)
     assert run(settings, out) == cells
     report = engine.render(out)
-    accuracies, costs = report.tables
+    accuracies, printed, costs = report.tables
     assert accuracies.columns == ("Attention", "ListOps", "Pathfinder", "Average")
     assert [row[0] for row in accuracies.rows] == ["lot", "softmax+dwc"]
     assert all("±" in text for row in accuracies.rows for text in row[1:3])
+    assert [row[:2] for row in printed.rows] == [("lot", "LOTFormer")]
     assert len(costs.rows) == 4
     assert sorted(path.suffix for path in report.draw(out)) == [".png", ".svg"]
     assert not list(out.rglob("*.run"))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lotformer import attention
+from lotformer.cli.tables import Table
+
+from ...results.paper import TABLE_2
 
 MIXED = "+dwc"
 """Ends the name of a row that adds a depthwise convolution of the values."""
+ALL = "paper"
+"""Stands for all rows of the paper's Table 2."""
+PAPERS_TASKS = ("text", "listops", "retrieval", "pathfinder", "image")
+"""In the order of that table."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,14 @@ def row_named(name: str) -> Row:
     """
     name = name.removesuffix(MIXED)
     return VARIANTS.get(name) or Row(attention.entry(name).name)
+
+
+def as_printed(rows: Sequence[str], columns: Mapping[str, str]) -> list[Table]:
+    """Those of the rows that the paper has, by their names and with their numbers there; `columns` by task."""
+    shown = []
+    for row in (row for row in rows if row in TABLE_2):
+        title, accuracies = TABLE_2[row]
+        found = dict(zip(PAPERS_TASKS, accuracies, strict=True))
+        shown.append((row, title, *(found[task] for task in columns)))
+    header = ("Attention", "in the paper", *columns.values())
+    return [Table("The paper's test accuracy, %", header, tuple(shown), left=2)] if shown and columns else []

@@ -12,7 +12,7 @@ from lotformer.settings import make, name_value_pairs, setting, tomllib
 from lotformer.training.settings import TrainSettings
 
 TaskName = Literal["text", "listops", "retrieval", "film-pairs", "pathfinder", "image"]
-Recipe = Literal["paper", "skyformer"]
+Recipe = Literal["paper", "skyformer", "authors"]
 
 _SAME_RECIPE = {"film-pairs": "retrieval"}  # a task of the same form
 
@@ -25,7 +25,7 @@ class LongRangeSettings(TrainSettings):
     attention: str = setting("lot", "The mechanism, by its name in `lotformer zoo`.")
     attention_options: tuple[str, ...] = setting((), "Options of the mechanism, name=value; over those of the recipe.")
     local_mixing: bool = setting(False, "Add a depthwise convolution of the values, 1-D or 2-D by the task.")
-    recipe: Recipe = setting("paper", "Whose settings to take for what is not given.")
+    recipe: Recipe = setting("paper", "Whose settings to take for what is not given; authors: those of their code.")
     pooling: Literal["real", "published", "learned"] = setting(
         "real",
         "Mean over real tokens; the published one: token 0 is padding, divided by all positions; or learned weights.",

@@ -25,11 +25,12 @@ from lotformer.training.logs import Progress
 from ...data.longrange.store import PreparedSet
 from ...results import figures
 from ...results.cells import Origin, Record
+from ...results.paper import TABLE_2
 from ...results.report import largest
 from ...results.sources import Source
 from ..engine import Cells, Experiment, Job, alike
 from ..inputs import ARENA, ArenaData
-from .rows import MIXED, VARIANTS, row_named
+from .rows import ALL, MIXED, PAPERS_TASKS, VARIANTS, as_printed, row_named
 from .settings import LongRangeSettings, Recipe, settings_for
 
 COLUMNS = {
@@ -61,12 +62,13 @@ class ArenaSettings(Settings):
             "linear-transformer",
             "skyformer",
         ),
-        f"Mechanisms; +dwc adds depthwise mixing. Also {', '.join(VARIANTS)}.",
+        f"Mechanisms; +dwc adds depthwise mixing. Also {', '.join(VARIANTS)}; and {ALL} for all {len(TABLE_2)} of the "
+        "paper's table.",
     )
     seeds: tuple[int, ...] = setting((0,), "Runs per cell.", at_least=0)
     steps: int = setting(1000, "Updates per run.", at_least=1)
     batch_size: int | None = setting(None, "Examples per update; the recipe's if not given.", at_least=1)
-    recipe: Recipe = setting("paper", "Whose settings to take.")
+    recipe: Recipe = setting("paper", "Whose settings: the paper's text, Skyformer's protocol or the authors' code.")
     evaluations: int = setting(5, "Times that the validation set is looked at on the way, for the figure.", at_least=1)
     evaluated: int | None = setting(None, "Examples that an evaluation looks at; all if not given.", at_least=1)
     searched: Path | None = setting(
@@ -78,19 +80,21 @@ class ArenaSettings(Settings):
         for task in self.tasks:
             if task not in COLUMNS:
                 raise ValueError(f"tasks must be among {', '.join(COLUMNS)}, got {task!r}.")
+        every = {name: None for row in self.rows for name in (TABLE_2 if row == ALL else [row])}
+        object.__setattr__(self, "rows", tuple(every))
         for name in self.rows:
             row_named(name)
 
     def run(self, task: str, name: str, seed: int, rate: float | None = None) -> LongRangeSettings:
         """The settings of one run, at the recipe's learning rate unless another is given."""
         chosen = row_named(name)
-        given = {"batch_size": self.batch_size, "lr": rate}
+        pooling = None if chosen.pooling == "real" else chosen.pooling  # the recipe's
+        given = {"batch_size": self.batch_size, "lr": rate, "pooling": pooling}
         return settings_for(
             task=task,
             attention=chosen.attention,
             attention_options=chosen.options,
             local_mixing=name.endswith(MIXED),
-            pooling=chosen.pooling,
             recipe=self.recipe,
             steps=self.steps,
             seed=seed,
@@ -249,7 +253,7 @@ def in_columns(records: list[Record]) -> list[Record]:
 
 def _tables(records: list[Record]) -> list[Table]:
     cells = [record.cell for record in records]
-    return [_accuracies(cells), _costs(cells)]
+    return [_accuracies(cells), *as_printed(_rows(cells), _shown(cells)), _costs(cells)]
 
 
 def _notes(records: list[Record]) -> list[str]:
@@ -302,7 +306,7 @@ def _rows(cells: Sequence[Cell]) -> list[str]:
 
 def _accuracies(cells: Sequence[Cell]) -> Table:
     tasks = [task for task in COLUMNS if any(cell.task == task for cell in cells)]
-    averaged = [task for task in tasks if task != "film-pairs"]
+    averaged = [task for task in tasks if task in PAPERS_TASKS]
     rows = []
     for row in _rows(cells):
         found = {task: [cell.accuracy for cell in cells if (cell.task, cell.row) == (task, row)] for task in tasks}
@@ -311,6 +315,11 @@ def _accuracies(cells: Sequence[Cell]) -> Table:
         average = f"{100 * statistics.fmean(means):.1f}" if comparable else "–"
         rows.append((row, *(mean_and_deviation(found[task], 100) for task in tasks), average))
     return Table("Test accuracy, %", ("Attention", *(COLUMNS[task] for task in tasks), "Average"), tuple(rows))
+
+
+def _shown(cells: Sequence[Cell]) -> dict[str, str]:
+    """The columns of the paper that there are cells of."""
+    return {task: COLUMNS[task] for task in PAPERS_TASKS if any(cell.task == task for cell in cells)}
 
 
 def _costs(cells: Sequence[Cell]) -> Table:

@@ -1,39 +1,32 @@
 """The base of the vision ablations: rows of one table, each a small model trained with the same budget.
 
-A cell is one row with one seed. Every cell leaves the weights it ended with in `runs/<cell>/best.pt`, from which
-figures are drawn.
+A cell is one row with one seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import torch
-import torch.nn.functional as F
 import typer
-from torch import nn
 
 from lotformer.cli.tables import Table, mean_and_deviation
 from lotformer.cli.terminal import Listener
 from lotformer.data.folder import VARIABLE, data_folder
-from lotformer.data.vision.transforms import evaluation_transform
 from lotformer.settings import Settings, setting
-from lotformer.training.run import BEST, train
-from lotformer.vision.build import load_trained
-from lotformer.vision.evaluation import Transformed, evaluate, evaluation_loader
+from lotformer.vision import settings as vision_settings
 from lotformer.vision.settings import VisionSettings
-from lotformer.vision.task import ImageSets, Vision, normalisation, open_sets
+from lotformer.vision.task import open_sets
 
 from ...results.cells import Origin, Record
 from ...results.sources import Source, folder_source
-from ..engine import Cells, Experiment, Job, Told, alike, described, names_among
+from ..engine import Experiment, Job, alike, described, names_among
+from .training import Cell, train_row
 
 Found = dict[str, list[Record]]
 """The finished cells of each row."""
@@ -54,6 +47,11 @@ Rows = Annotated[str | None, typer.Option(help="Rows to run, comma-separated; by
 class AblationSettings(Settings):
     """The budget of every cell. The defaults are a short one that a laptop finishes; the table says so."""
 
+    recipe: Literal["short", "paper"] = setting(
+        "short",
+        "Whose training: a short one on crops and flips, or the paper's, with its augmentation, optimizer and schedule "
+        "and, where nothing else is given, its model, size, batch and 400 epochs.",
+    )
     model: str = setting("lot_vit_half", "A model of lotformer.models with one size of patches.")
     depth: int = setting(4, "Blocks of the model.", at_least=1)
     patch_size: int = setting(8, "Side of a patch in pixels.", at_least=1)
@@ -61,8 +59,10 @@ class AblationSettings(Settings):
     rank: int = setting(16, "Pivots of LOT, where the table does not vary them.", at_least=1)
     epochs: float = setting(2.0, "Passes over the training set.", at_least=0)
     batch_size: int = setting(64, "Images per step.", at_least=1)
-    lr: float = setting(1e-3, "Peak learning rate; a rise over the first tenth, then a cosine to zero.", at_least=0)
+    lr: float = setting(1e-3, "Peak learning rate, for the batch as it is.", at_least=0)
     crop_scale: float = setting(0.35, "Smallest share of the image that a random crop keeps.", at_least=0.01)
+    cache: bool = setting(True, "Decode all images once and keep them in memory; not for large sets.")
+    workers: int = setting(0, "Processes that load data, per training process.", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -74,33 +74,6 @@ class Row:
     model_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One row with one seed, evaluated after its last step.
-
-    Attributes:
-        residual: worst relative column error of its LOT layers on a batch of validation images; None without any.
-        minutes: of training and its evaluation; None if the run was interrupted on the way.
-        waiting, attention: shares of the last steps.
-        forward_ms, backward_ms: of a training step, best of several.
-    """
-
-    row: str
-    seed: int
-    top1: float
-    top5: float
-    residual: float | None
-    parameters: int
-    epochs: float
-    steps: int
-    minutes: float | None
-    images_per_second: float
-    waiting: float
-    attention: float | None
-    forward_ms: float
-    backward_ms: float
-
-
 def ablation(
     name: str,
     about: str,
@@ -108,6 +81,7 @@ def ablation(
     tables: Callable[[Found], Sequence[Table]],
     notes: Sequence[str],
     *,
+    paper_model: str = "lot_deit_tiny_patch16_224",
     order: Iterable[str] = (),
     seeds: int = 1,
 ) -> Experiment:
@@ -123,9 +97,10 @@ def ablation(
         source, sets = images_source(folder), cache(lambda: open_sets(_vision(settings, Row(), 0, folder), listen))
         for seed, slug in itertools.product(range(seeds), names_among(rows, trained)):
             row = trained[slug]
-            origin = Origin({**described(settings), "row": dataclasses.asdict(row), "seed": seed}, {"images": source})
-            make = partial(_train, settings, slug, row, seed, folder, sets, listen)
-            yield Job({f"{slug}-seed{seed}": origin}, make, seed)
+            trains = dataclasses.asdict(row) | ({} if settings.recipe == "short" else {"recipe": settings.recipe})
+            depends = {**described(settings, "recipe", "cache", "workers"), "row": trains, "seed": seed}
+            make = partial(train_row, slug, _vision(settings, row, seed, folder), sets, listen)
+            yield Job({f"{slug}-seed{seed}": Origin(depends, {"images": source})}, make, seed)
 
     return Experiment(
         name=name,
@@ -136,7 +111,9 @@ def ablation(
         arranged=lambda records: [record for slug in order for record in records if record.cell.row == slug],
         tables=lambda records: tables(by_row(records)),
         notes=lambda records: [*_budgets(records), *notes],
+        completed=partial(_completed, paper_model),
         extras=("train",),
+        processes=True,
     )
 
 
@@ -151,19 +128,29 @@ def top1(found: Sequence[Record]) -> str:
 def _budgets(records: Iterable[Record]) -> list[str]:
     """Budgets, data and machines: one line per different answer."""
     told = [(record.origin.settings, record.origin.sources["images"].name, record.cell.steps) for record in records]
-    budgets = [
-        f"Short budget: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} "
-        f"steps of {s['batch_size']} images); {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} "
-        f"px; LOT with {s['rank']} pivots unless a row says otherwise; AdamW, peak lr {s['lr']:g}, cosine schedule; "
-        f"flips and random crops that keep at least {100 * s['crop_scale']:g} % of an image."
-        for s, images, steps in told
-    ]
+    budgets = [_budget(*one) for one in told]
     places = [f"{record.provenance.where()}." for record in records]
     return list(dict.fromkeys([*budgets, *places]))
 
 
-def images_folder(given: Path | None) -> Path:
-    return given or data_folder(None, f"{IMAGES}/train and {IMAGES}/val") / IMAGES
+def _budget(s: Mapping[str, Any], images: str, steps: int) -> str:
+    paper = "recipe" in s["row"]
+    augmentation = (
+        "the paper's schedule, and DeiT's augmentation and regularisation: RandAugment, mixup, cutmix, erasing, every "
+        "image three times in a row, label smoothing, stochastic depth and weight decay 0.05"
+        if paper
+        else f"cosine schedule; flips and random crops that keep at least {100 * s['crop_scale']:g} % of an image"
+    )
+    title = "The paper's recipe" if paper else "Short budget"
+    return (
+        f"{title}: {s['epochs']:g} epoch{'s' * (s['epochs'] != 1)} of {images} at {s['image_size']} px ({steps} steps "
+        f"of {s['batch_size']} images); {s['model']} with {s['depth']} blocks and patches of {s['patch_size']} px; LOT "
+        f"with {s['rank']} pivots unless a row says otherwise; AdamW, peak lr {s['lr']:g}, {augmentation}."
+    )
+
+
+def images_folder(given: Path | None, usual: str = IMAGES) -> Path:
+    return given or data_folder(None, f"{usual}/train and {usual}/val") / usual
 
 
 def images_source(data: Path) -> Source:
@@ -177,83 +164,36 @@ def images_source(data: Path) -> Source:
     return folder_source(data, (path for path in data.rglob("*") if path.is_file()))
 
 
-def step_milliseconds(
-    model: nn.Module, size: tuple[int, int], batch_size: int, repeats: int = 5
-) -> tuple[float, float]:
-    """Forward and backward of a training step on random images, each the best of several."""
-    pixels, labels = torch.randn(batch_size, 3, *size), torch.zeros(batch_size, dtype=torch.long)
-    model.train()
-    best = [float("inf"), float("inf")]
-    for _ in range(repeats):
-        start = time.perf_counter()
-        loss = F.cross_entropy(model(pixels), labels)
-        middle = time.perf_counter()
-        loss.backward()
-        best = [min(best[0], middle - start), min(best[1], time.perf_counter() - middle)]
-        model.zero_grad()
-    return 1e3 * best[0], 1e3 * best[1]
+def _completed(paper_model: str, chosen: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was chosen, completed by the paper's recipe if it is that."""
+    if chosen.get("recipe") != "paper":
+        return chosen
+    recipe = vision_settings.completed({"recipe": "paper"})
+    shared = {name: recipe[name] for name in ("epochs", "batch_size", "lr")}
+    size = {"model": paper_model, "depth": 12, "patch_size": 16, "image_size": 224, "rank": 32}
+    return {**shared, **size, "crop_scale": VisionSettings.crop_scale[0], **chosen}
 
 
 def _vision(settings: AblationSettings, row: Row, seed: int, data: Path) -> VisionSettings:
     options = {"rank": settings.rank, **row.options} if row.attention == "lot" else row.options
     model_options = {"depth": settings.depth, "patch_size": settings.patch_size, **row.model_options}
-    return VisionSettings(
-        recipe="none",
-        data=data,
-        cache=True,
-        model=settings.model,
-        attention=row.attention,
-        attention_args=tuple(f"{name}={value!r}" for name, value in options.items()),
-        model_args=tuple(f"{name}={value!r}" for name, value in model_options.items()),
-        image_size=(settings.image_size,),
-        crop=1.0,
-        epochs=settings.epochs,
-        warmup_epochs=settings.epochs / 10,
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        clip_norm=None,
-        label_smoothing=0.1,
-        crop_scale=(settings.crop_scale, 1.0),
-        seed=seed,
-        save_every=100,
-    )
-
-
-def _train(
-    settings: AblationSettings,
-    slug: str,
-    row: Row,
-    seed: int,
-    data: Path,
-    sets: Callable[[], ImageSets],
-    listen: Listener,
-    cells: Cells,
-) -> None:
-    name = f"{slug}-seed{seed}"
-    cells.begin(name)
-    folder = cells.place("runs") / name
-    vision, images = _vision(settings, row, seed, data), sets()
-    resumed = (folder / "last.pt").exists()
-    report = train(Vision(vision, images), folder, resume=True, listeners=[Told(f"{slug}, seed {seed}", listen)])
-    trained = load_trained(folder / BEST)
-    assert images.val is not None
-    transform = evaluation_transform(vision.size, vision.crop, **normalisation(vision))
-    judged = evaluate(trained.model, evaluation_loader(Transformed(images.val, transform)))
-    forward, backward = step_milliseconds(trained.model, vision.size, vision.batch_size)
-    cell = Cell(
-        row=slug,
-        seed=seed,
-        top1=judged.top1,
-        top5=judged.top5,
-        residual=judged.residual,
-        parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
-        epochs=settings.epochs,
-        steps=report.steps,
-        minutes=None if resumed else report.seconds / 60,
-        images_per_second=report.samples_per_second,
-        waiting=report.waiting,
-        attention=report.attention,
-        forward_ms=forward,
-        backward_ms=backward,
-    )
-    cells.finish(name, cell, {"steps": cell.steps, "epochs": cell.epochs})
+    chosen: dict[str, Any] = {
+        "data": data,
+        "cache": settings.cache,
+        "model": settings.model,
+        "attention": row.attention,
+        "attention_args": tuple(f"{name}={value!r}" for name, value in options.items()),
+        "model_args": tuple(f"{name}={value!r}" for name, value in model_options.items()),
+        "image_size": (settings.image_size,),
+        "epochs": settings.epochs,
+        "batch_size": settings.batch_size,
+        "lr": settings.lr,
+        "crop_scale": (settings.crop_scale, 1.0),
+        "seed": seed,
+        "workers": settings.workers,
+        "save_every": 100,
+    }
+    if settings.recipe == "paper":
+        return VisionSettings(**vision_settings.completed({"recipe": "paper", **chosen}))
+    plain: dict[str, Any] = {"crop": 1.0, "clip_norm": None, "label_smoothing": 0.1}
+    return VisionSettings(recipe="none", warmup_epochs=settings.epochs / 10, **plain, **chosen)

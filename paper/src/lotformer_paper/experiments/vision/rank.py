@@ -36,7 +36,7 @@ def _tables(found: Found) -> list[Table]:
 
 _NOTES = (
     "In brackets: the paper, DeiT-Tiny on ImageNet-1K and 4 GPUs. Times are of one training step of the whole "
-    "model, best of several, and of little worth where the machine was shared.",
+    "model on at most 64 images, best of several, and of little worth where the machine was shared.",
 )
 
 EXPERIMENT = ablation(

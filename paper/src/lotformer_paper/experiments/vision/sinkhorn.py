@@ -61,4 +61,5 @@ EXPERIMENT = ablation(
     ROWS,
     _tables,
     ("In brackets: the paper, ImageNet-100. T counts sweeps of two half-steps.",),
+    paper_model="lot_vit_half",
 )
