@@ -63,6 +63,7 @@ def test_a_signal_to_the_whole_group_saves_and_ends_with_its_exit_code(number, c
     arguments = ["--steps", "1000000", "--workers", "1", "--save-every", "1000000", "--out", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, __file__, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # it imports what tests share
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -100,4 +100,4 @@ def test_the_other_ablations(folder: Path, tmp_path: Path, experiment: str, row:
     budget = ["--depth", "1", "--image-size", "16", "--epochs", "0.5", "--batch-size", "6", "--rank", "4"]
     told = run("experiment", experiment, "--data", folder, "--out", tmp_path / "out", "--rows", row, *budget)
     assert shown in told
-    assert "is not one of the rows" in fail("experiment", experiment, "--data", folder, "--rows", "nothing")
+    assert "'nothing' is not one of " in fail("experiment", experiment, "--data", folder, "--rows", "nothing")
