@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from lotformer.conversion import api
+from lotformer.conversion import defaults
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # as a job in the background of a script we were told to ignore Ctrl-C; tests send it
@@ -32,16 +32,16 @@ def _seeded_and_poisoned():
 @pytest.fixture(autouse=True)
 def _break_even(monkeypatch):
     """Conversions read inputs of every length by LOT: no test depends on a measurement, or is one of softmax."""
-    monkeypatch.setattr(api, "break_even", lambda *_: 0)
+    monkeypatch.setattr(defaults, "break_even", lambda *_: 0)
 
 
 @pytest.fixture(autouse=True)
 def _windows(request, monkeypatch):
     """Tests marked `small_windows` convert small models: within a window that holds it all nothing could be learned."""
     if request.node.get_closest_marker("small_windows"):
-        for tokens in api.WINDOW_SIZES:
-            monkeypatch.setitem(api.WINDOW_SIZES, tokens, 5)
-        monkeypatch.setitem(api.SOUND, "window_size", 5)
+        for tokens in defaults.WINDOW_SIZES:
+            monkeypatch.setitem(defaults.WINDOW_SIZES, tokens, 5)
+        monkeypatch.setitem(defaults.SOUND, "window_size", 5)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 import lotformer
-from lotformer.conversion import recipe
+from lotformer.conversion import defaults, recipe
 from lotformer.conversion.hosts.sites import converted, mechanism_of
 from lotformer_paper.experiments.forms import WIDE
 from support.small_models import SMALL
@@ -169,3 +170,8 @@ def test_a_window_that_a_model_cannot_have_is_refused_and_the_model_stays_as_it_
     assert not converted(model)
     lotformer.convert(model, window=None, prefix_tokens=0)
     assert converted(model)
+
+
+def test_the_defaults_of_convert_are_stated_once_in_words_and_once_in_its_signature():
+    named = inspect.signature(lotformer.convert).parameters
+    assert {name: named[name].default for name in defaults.DEFAULTS} == defaults.DEFAULTS

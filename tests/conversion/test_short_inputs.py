@@ -17,7 +17,7 @@ from torch import nn
 import lotformer
 from lotformer import conversion
 from lotformer.attention import LOTConfig, build
-from lotformer.conversion import api
+from lotformer.conversion import defaults
 from lotformer.conversion.hosts.sites import converted, mechanism_of, softmax_up_to, transporting
 from lotformer.conversion.measuring import break_even as measuring
 from lotformer.conversion.measuring.break_even import break_even
@@ -194,7 +194,7 @@ class TestTheMeasurement:
 class TestConversion:
     @pytest.fixture(autouse=True)
     def _measured(self, monkeypatch):
-        monkeypatch.setattr(api, "break_even", lambda *_: 30)
+        monkeypatch.setattr(defaults, "break_even", lambda *_: 30)
 
     def test_short_texts_come_out_as_they_did(self):
         model = bert()
@@ -240,7 +240,9 @@ class TestConversion:
         assert Recipe.from_dict(written).options["softmax_up_to"] == 0
 
     def test_towers_have_a_length_each(self, monkeypatch):
-        monkeypatch.setattr(api, "break_even", lambda heads, dim, config, like: {"1d": 11, "2d": 9}[config.window.kind])
+        monkeypatch.setattr(
+            defaults, "break_even", lambda heads, dim, config, like: {"1d": 11, "2d": 9}[config.window.kind]
+        )
         sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
         text = {**sizes, "vocab_size": 60, "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2}
         config = transformers.SiglipConfig(
@@ -306,7 +308,7 @@ class TestConversion:
                 raise Enough
 
         for length, on_step in ((30, stop), (41, None)):
-            monkeypatch.setattr(api, "break_even", lambda *_, length=length: length)
+            monkeypatch.setattr(defaults, "break_even", lambda *_, length=length: length)
             model = bert()
             torch.manual_seed(1)
             lotformer.convert(model, rank=4)
@@ -346,7 +348,7 @@ class TestConversion:
 
 def test_a_conversion_measures(monkeypatch):
     """The real thing, once: what is measured is stored, and the same for a second model of this shape."""
-    monkeypatch.setattr(api, "break_even", break_even)
+    monkeypatch.setattr(defaults, "break_even", break_even)
     models = [bert(), bert()]
     for model in models:
         lotformer.convert(model, rank=4)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import conversion
 from ..attention.config import OPTIONS
-from ..conversion.api import WINDOW_SIZES
+from ..conversion.defaults import WINDOW_SIZES
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
 from ..data.checkpoints import checkpoint_root, encoder_part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,38 +10,20 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..attention.config import IMAGE_WINDOW, TEXT_WINDOW, LOTConfig, without_part
-from ..attention.config_parts import lacks
+from ..attention.config import LOTConfig
 from ..data.batches import Batch
 from ..nn.key_masses import KeyMassKind
 from ..nn.pivot_pooling import PivotKind
-from ..nn.windows import WindowKind
 from ..ops.problem import Balance
 from . import hosts
+from .defaults import AS_ASKED, DEFAULTS, for_sound, near_parts, require_parts, settled, with_break_even, without_window
 from .hosts import positions
 from .hosts.sites import Site, Skipped, converted, require_unfolded, transporting
-from .hosts.tokens import special_tokens, tokens_before
 from .learning.objectives import fresh_errors
 from .measuring import probe as probing
-from .measuring.break_even import break_even
 from .measuring.report import ConversionReport, Layer
-from .recipe import Recipe, TokenKind
-from .schema import takes
+from .recipe import Recipe
 from .swapping import Located, put_in, take_out
-
-LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
-"""Options of LOT in conversions beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
-
-FOUND: dict[str, Any] = {"eps": 1.0, "key_masses": "uniform", "balance": "none"}
-"""Options of LOT in conversions with pivots found in the sample, unless others are asked for: scores are softmax's."""
-
-SOUND: dict[str, Any] = {"rank": 64, "window_size": 33, "content": 2}
-"""Options for speech encoders, whose heads read by content as much as by position."""
-
-WINDOW_SIZES: dict[TokenKind, int] = {"text": TEXT_WINDOW, "image": IMAGE_WINDOW, "sound": TEXT_WINDOW}
-"""Default widths of the window, in tokens along a text or sound and in patches a side."""
-
-_WINDOWS: dict[TokenKind, WindowKind] = {"text": "1d", "image": "2d", "sound": "1d"}
 
 
 def convert(
@@ -116,16 +97,16 @@ def convert(
         return _convert_all_but(model, mechanism, budget, probe, max_positions=max_positions, **named, **options)
     if isinstance(layers, str):
         raise ValueError(f"layers must be a list of names, got {layers!r}: write layers=[{layers!r}].")
-    recipe = Recipe(mechanism, _settings(mechanism, named, options), () if layers is None else tuple(layers))
+    recipe = Recipe(mechanism, settled(mechanism, named, options), () if layers is None else tuple(layers))
     if converted(model):
         raise ValueError(f"{type(model).__name__} is already converted: call `lotformer.revert(model)` first.")
     found = hosts.find(model, explicit=frozenset(layers or ()))
     sites, skipped = choose(model, found, layers)
-    settings = _settings(mechanism, _for_sound(model, mechanism, sites, named, options), options)
-    near, towers = _near(model, mechanism, sites, settings)
+    settings = settled(mechanism, for_sound(model, mechanism, sites, named, options), options)
+    near, towers = near_parts(model, mechanism, sites, settings)
     recipe = replace(recipe, options={**near, **settings}, towers=towers)
-    _require_parts(mechanism, options, recipe)
-    recipe = _with_break_even(model, recipe, sites, settings)
+    require_parts(mechanism, options, recipe)
+    recipe = with_break_even(model, recipe, sites, settings)
     if max_positions is not None:
         recipe = replace(recipe, positions=positions.plan(model, max_positions))
 
@@ -147,7 +128,7 @@ def convert(
             ) from error
         raise
 
-    alone = _without_window(model, recipe, sites, settings)
+    alone = without_window(model, recipe, sites, settings)
     rows = {
         site.name: Layer(site.name, _kind(site), True, alone.get(site.name, ""), _count(mechanisms[site.name]))
         for _, site in sites
@@ -163,7 +144,7 @@ def convert(
         towers={tokens: dict(own) for tokens, own in recipe.towers.items()},
         positions=recipe.positions,
         longest=positions.learned_positions(model),
-        unasked=tuple(name for name, why in alone.items() if why != _AS_ASKED),
+        unasked=tuple(name for name, why in alone.items() if why != AS_ASKED),
     )
     if report.unasked:
         warnings.warn(f"{report.model}: {report.advice}", stacklevel=2)
@@ -218,33 +199,13 @@ def revert(model: nn.Module, layers: Sequence[str] | None = None) -> None:
     take_out(model, layers)
 
 
-def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[str, Any]) -> Recipe:
-    """The recipe of `convert(model, **options)` for these sites.
-
-    Raises:
-        ValueError: LOT does not take one of the options.
-    """
-    Recipe("lot", _settings("lot", _defaults(), options))  # what does not exist is said by the name it was given
-    settings = _settings("lot", _for_sound(model, "lot", sites, _defaults(), options), options)
-    near, towers = _near(model, "lot", sites, settings)
-    recipe = Recipe("lot", {**near, **settings}, towers=towers)
-    _require_parts("lot", options, recipe)
-    return recipe
-
-
-def _defaults() -> dict[str, Any]:
-    """The options of a mechanism that `convert` names itself."""
-    parameters = inspect.signature(convert).parameters
-    return {name: parameters[name].default for name in ("rank", "eps", "key_masses", "balance", "pivots")}
-
-
 def _require_alone(mechanism: str, config: object, named: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Refuse anything beside a configuration that would contradict it."""
     if not isinstance(config, LOTConfig):
         raise TypeError(f"config must be a LOTConfig, got {type(config).__name__}: LOTConfig.from_options(…).")
     if mechanism != "lot":
         raise ValueError(f"config=… describes LOT, but the mechanism is {mechanism!r}: give its options by name.")
-    others = [name for name, default in _defaults().items() if named[name] != default] + list(options)
+    others = [name for name, default in DEFAULTS.items() if named[name] != default] + list(options)
     if others:
         raise ValueError(f"config=… holds every option of LOT: put {', '.join(others)} into it.")
 
@@ -256,144 +217,6 @@ def _require_module(model: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
-
-
-def _settings(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """LOT gets our own arguments; others what was given, with `rank` where they know one."""
-    if takes(mechanism, "key_masses"):
-        if {**named, **options}.get("pivots") == "found":
-            asked = {name: value for name, value in named.items() if value != _defaults().get(name, _NOTHING)}
-            return {"rank": named["rank"], **FOUND, **asked, **options} if named else dict(options)
-        settings = {**named, **LOT_DEFAULTS, **options}
-        if settings.get("pivots", "") is None:
-            settings["pivots"] = "input-aware"
-        if settings["solver"] != LOT_DEFAULTS["solver"] and "tol" not in options:
-            del settings["tol"]
-        return settings
-    settings = dict(options)
-    if takes(mechanism, "rank"):
-        settings.setdefault("rank", named["rank"])
-    for name, default in _defaults().items():
-        if named[name] != default:
-            settings.setdefault(name, named[name])
-    return settings
-
-
-_NOTHING = object()
-_Options = dict[str, Any]
-
-
-def _for_sound(
-    model: nn.Module, mechanism: str, sites: Sequence[Located], named: _Options, options: Mapping[str, Any]
-) -> _Options:
-    """The named options with those that suit sound, where nothing but sound arrives and nobody has asked for others."""
-    if not takes(mechanism, "key_masses") or not named:
-        return named
-    others = [name for name, default in _defaults().items() if name != "rank" and named[name] != default]
-    learned = [
-        name for name in options if name in {"pivots", "pivot_init", "scale", "solver", "learn_eps", *_defaults()}
-    ]
-    if others or learned or {tokens_before(model, site.name) for _, site in sites} != {"sound"}:
-        return named
-    answered = {*options, *(["window_size"] if options.get("window", "") is None else [])}
-    answered |= {"rank"} if named["rank"] != _defaults()["rank"] else set()
-    return {**named, "pivots": "found", **{name: value for name, value in SOUND.items() if name not in answered}}
-
-
-def _near(
-    model: nn.Module, mechanism: str, sites: Sequence[Located], settings: Mapping[str, Any]
-) -> tuple[_Options, dict[TokenKind, _Options]]:
-    """Default parts that LOT reads by softmax: special tokens, and a window of patches or along a text.
-
-    Where layers differ in what reaches them, it is told by the kind of tokens, beside what was asked for.
-    """
-    if not takes(mechanism, "key_masses") or _is_strict(settings):
-        return {}, {}
-    found: dict[TokenKind | None, set[int]] = {}
-    for _, site in sites:
-        tokens = tokens_before(model, site.name)
-        # a text may be padded on the left: no place in it is special
-        found.setdefault(tokens, set()).add(special_tokens(model, site.name) if tokens == "image" else 0)
-    windows = {tokens: _window(tokens, settings, *special) for tokens, special in found.items() if len(special) == 1}
-    if len(found) == 1:
-        return next(iter(windows.values()), {}), {}
-    answered = {*settings, *(["window_size"] if settings.get("window", "") is None else [])}
-    towers = {
-        tokens: {name: value for name, value in near.items() if name not in answered}
-        for tokens, near in windows.items()
-        if tokens is not None
-    }
-    return {}, {tokens: near for tokens, near in towers.items() if near}
-
-
-def _is_strict(settings: Mapping[str, Any]) -> bool:
-    """True if a doubly stochastic matrix is asked for, beside which softmax reads nothing by default."""
-    if settings["pivots"] == "found":
-        return settings["balance"] == "both"
-    return settings["key_masses"] == "uniform"
-
-
-def _window(tokens: TokenKind | None, settings: Mapping[str, Any], special: int) -> _Options:
-    """The window of the kind that was asked for, or that suits the tokens."""
-    suited = None if tokens is None else _WINDOWS[tokens]
-    kind: WindowKind | None = settings.get("window", suited)
-    near: _Options = {}
-    if kind is not None:
-        like = tokens if tokens is not None and kind == suited else _SUITED[kind]
-        near = {"window": kind, "window_size": WINDOW_SIZES[like]}
-    return near if tokens is None else {**near, "prefix_tokens": special}
-
-
-_SUITED: dict[WindowKind, TokenKind] = {"1d": "text", "2d": "image"}
-
-
-def _with_break_even(model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]) -> Recipe:
-    """With the length up to which softmax is faster here, if nobody has said one.
-
-    Where there is no window, transport alone was asked for, whatever the length.
-    """
-    if recipe.mechanism != "lot" or "softmax_up_to" in settings:
-        return recipe
-    like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    found: dict[TokenKind | None, int] = {}
-    for _, site in sites:
-        tokens = tokens_before(model, site.name)
-        options = recipe.options_for(tokens)
-        if options["window"] is not None:
-            length = break_even(site.num_heads, site.head_dim, LOTConfig.from_options(**options), like)
-            found[tokens] = max(length, found.get(tokens, 0))
-    if len(found) == 1 and not recipe.towers:
-        return replace(recipe, options={**recipe.options, "softmax_up_to": next(iter(found.values()))})
-    own = {tokens: {**recipe.towers.get(tokens, {}), "softmax_up_to": n} for tokens, n in found.items() if tokens}
-    return replace(recipe, towers={**recipe.towers, **own})
-
-
-_AS_ASKED = "without a window, as asked for"
-
-
-def _without_window(
-    model: nn.Module, recipe: Recipe, sites: Sequence[Located], settings: Mapping[str, Any]
-) -> dict[str, str]:
-    """Reasons why layers that could have a window have none, by the name of the layer."""
-    if recipe.mechanism != "lot":
-        return {}
-    asked = "window" in settings or _is_strict(settings)
-    found = {}
-    for _, site in sites:
-        tokens = tokens_before(model, site.name)
-        if recipe.options_for(tokens).get("window") is None:
-            why = "what its tokens are is not known" if tokens is None else f"no one window suits its {tokens}"
-            found[site.name] = _AS_ASKED if asked else f"without a window: {why}"
-    return found
-
-
-def _require_parts(mechanism: str, options: Mapping[str, Any], recipe: Recipe) -> None:
-    """Refuse an option whose part is in no layer, such as the width of a window where there is none."""
-    if mechanism == "lot":
-        idle = [without_part({**recipe.options_for(tokens), **options}) for tokens in (None, *recipe.towers)]
-        for name in options:
-            if all(name in missing for missing in idle):
-                raise ValueError(lacks(name, options[name]))
 
 
 def choose(

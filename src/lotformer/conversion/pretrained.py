@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention import Attention
 from . import hosts
-from .api import choose, default_recipe
+from .api import choose
+from .defaults import default_recipe
 from .hosts import configs
 from .hosts.dispatch import register
 from .hosts.grids import supply_grids

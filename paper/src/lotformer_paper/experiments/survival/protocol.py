@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lotformer import conversion
 from lotformer.cli.tables import Table, mean_and_deviation
 from lotformer.cli.terminal import Listener
-from lotformer.conversion.api import WINDOW_SIZES
+from lotformer.conversion.defaults import WINDOW_SIZES
 from lotformer.conversion.recipe import TokenKind
 from lotformer.data.batches import Batch
 from lotformer.files import new_file
