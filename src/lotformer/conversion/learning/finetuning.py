@@ -333,14 +333,9 @@ class _Finetuning:
     """The loop's view of fine-tuning: one loss, and the weights that did best on held-back batches so far."""
 
     def __init__(
-        self,
-        loss_of: _Loss,
-        solver: ExactShare,
-        held: Sequence[Batch],
-        updates: LocalUpdates,
-        steps: int,
+        self, loss_of: _Loss, solver: ExactShare, held: Sequence[Batch], updates: LocalUpdates, steps: int,
         evaluate_every: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.loss_of, self.solver, self.held, self.updates = loss_of, solver, held, updates
         self.steps, self.evaluate_every = steps, evaluate_every
         self.best_step = 0
