@@ -55,6 +55,12 @@ def test_one_file_is_not_its_own_validation_set(folder):
         open_sets(make(VisionSettings, completed({**TINY, "data": Path(packed)})))
 
 
+@pytest.mark.parametrize("mixing", ["mixup", "cutmix"])
+def test_images_without_a_partner_are_refused_before_the_run(folder, mixing, tmp_path):
+    with pytest.raises(ValueError, match="a process loads 3 at once, which must be even"):
+        train(task(folder, batch_size=3, steps=1, **{mixing: 0.5}), tmp_path / "out")
+
+
 class StopAt:
     """Ends a run from outside, after a step."""
 

@@ -119,13 +119,13 @@ class Vision:
             data.transform = transform
             share = s.part_size // process.count
             described = stream_fingerprint(s.source, s.data)
-            return StreamedImages(data, share, self._mix(), seed=s.seed, workers=s.workers, described=described)
+            return StreamedImages(data, share, self._mix(share), seed=s.seed, workers=s.workers, described=described)
         return LoaderStream(
             Augmented(train, transform),
             repeated(len(train), s.part_size, s.seed, s.repeats),
             seed=s.seed,
             process=process,
-            collate=Mixed(self._mix()),
+            collate=Mixed(self._mix(s.part_size // process.count)),
             workers=s.workers,
             described=self.sets.described(),
         )
@@ -162,10 +162,16 @@ class Vision:
         names = [train.name(index) for index in sorted(self.broken)] if train is not None else []
         return names + ([val.name(index) for index in sorted(val.broken)] if val is not None else [])
 
-    def _mix(self) -> Mix | None:
+    def _mix(self, images: int) -> Mix | None:
+        """Mixing of batches of so many images."""
         s = self.settings
         if not s.mixup and not s.cutmix:
             return None
+        if images % 2:
+            raise ValueError(
+                f"mixup and cutmix mix images in pairs: a process loads {images} at once, which must be even. Choose "
+                "another batch_size or accumulate, or mixup=0 and cutmix=0."
+            )
         from timm.data import Mixup
 
         return Mixup(s.mixup, s.cutmix, label_smoothing=s.label_smoothing, num_classes=s.num_classes)
