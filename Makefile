@@ -50,7 +50,7 @@ sanitize: setup
 	cd $(SANITIZED) && PYTHONPATH=src ASAN_OPTIONS=$(ASAN_OPTIONS) UBSAN_OPTIONS=halt_on_error=1 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_cpu_kernel.py tests/ops/test_cpu_kernel_layouts.py \
-		tests/ops/test_cpu_kernel_in_torch.py tests/ops/test_pivots_of_samples.py \
+		tests/ops/test_cpu_kernel_in_torch.py tests/ops/test_pivots_of_samples.py tests/ops/test_found_kernel.py \
 		tests/nn/test_key_masses.py tests/nn/test_local_mixing.py tests/nn/test_near_keys_kernel.py tests/nn/test_prefix_rows.py
 
 clean:
