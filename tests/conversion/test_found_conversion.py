@@ -49,9 +49,10 @@ def test_calibration_only_improves() -> None:
     assert report.losses[-1] <= report.losses[0]
 
 
-def test_strictly_doubly_stochastic_is_asked_for() -> None:
+@pytest.mark.parametrize("asked", [{"balance": "both", "solver": "newton"}, {"key_masses": "uniform"}])
+def test_strictly_doubly_stochastic_is_asked_for(asked: dict[str, str]) -> None:
     model, batch = SMALL["bert"].build(), SMALL["bert"].batch()
-    report = lotformer.convert(model, rank=4, pivots="found", balance="both", solver="newton")
+    report = lotformer.convert(model, rank=4, pivots="found", **asked)
     assert report.options["window"] is None
     quality = conversion.coupling_quality(model, [batch])
     assert quality.doubly_stochastic_max < 1e-3

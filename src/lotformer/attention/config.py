@@ -116,7 +116,7 @@ class LOTConfig(Part):
                     f'{name}={getattr(self, name)!r} has no meaning for pivots="found": their scores are softmax\'s, '
                     f"their masses those of groups. Leave it at {value!r}."
                 )
-        if self.balance == "keys":
+        if self.balance not in ("both", "none"):
             raise ValueError(
                 'pivots="found" send every key its mass by construction: balance="none" reads as softmax does, "both" '
                 "is doubly stochastic."

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import conversion
 from ..attention.config import OPTIONS
-from ..conversion.defaults import WINDOW_SIZES
+from ..conversion.defaults import SOUND, WINDOW_SIZES
 from ..conversion.saving import is_saved
 from ..data.checkpoint_files import foreign
 from ..data.checkpoints import checkpoint_root, encoder_part
@@ -47,7 +47,7 @@ class ConvertSettings(Settings):
     """Defaults are the library's own."""
 
     mechanism: str = setting("lot", "Name of the mechanism, as in `lotformer zoo`.")
-    rank: int = setting(_default(conversion.convert, "rank"), _meaning("rank"))
+    rank: int | None = setting(_default(conversion.convert, "rank"), _meaning("rank"))
     eps: float = setting(_default(conversion.convert, "eps"), _meaning("eps"))
     key_masses: KeyMassKind = setting(_default(conversion.convert, "key_masses"), _meaning("key_masses"))
     balance: Balance = setting(_default(conversion.convert, "balance"), _meaning("balance"))
@@ -59,10 +59,15 @@ class ConvertSettings(Settings):
     )
     window_size: int | None = setting(
         None,
-        "Width of that window, odd; {text} tokens in a row or {image} patches a side by default.".format(
-            **WINDOW_SIZES
-        ),
+        "Width of that window, odd; by default {text} tokens in a row or {image} patches a side; {sound} frames of "
+        "sound, where pivots are found.".format(**{**WINDOW_SIZES, "sound": SOUND["window_size"]}),
         at_least=1,
+    )
+    content: int | None = setting(
+        None,
+        "With found pivots: groups whose keys a token reads by softmax, too; for more than about 1,500 tokens. By "
+        "default {content} for sound, else none.".format(**SOUND),
+        at_least=0,
     )
     softmax_up_to: int | None = setting(
         None,
@@ -186,8 +191,9 @@ def _convert(console: Console, source: str, progress: Path, settings: ConvertSet
         options |= {"window": None, "prefix_tokens": 0}
     elif settings.window is not None:
         options["window"] = settings.window
-    if settings.window_size is not None:
-        options["window_size"] = settings.window_size
+    for name in ("window_size", "content"):
+        if getattr(settings, name) is not None:
+            options[name] = getattr(settings, name)
     before = Comparison(subject) if steps else None
     say(console, str(conversion.convert(subject.model, settings.mechanism, **options)))
     if before is None:

@@ -16,7 +16,7 @@ from ..nn.key_masses import KeyMassKind
 from ..nn.pivot_pooling import PivotKind
 from ..ops.problem import Balance
 from . import hosts
-from .defaults import AS_ASKED, DEFAULTS, for_sound, near_parts, require_parts, settled, with_break_even, without_window
+from .defaults import DEFAULTS, UNASKED, for_sound, near_parts, require_parts, settled, with_break_even, without_window
 from .hosts import positions
 from .hosts.sites import Site, Skipped, converted, require_unfolded, transporting
 from .learning.objectives import fresh_errors
@@ -30,7 +30,7 @@ def convert(
     model: nn.Module,
     mechanism: str = "lot",
     *,
-    rank: int = 32,
+    rank: int | None = None,
     eps: float = 0.1,
     key_masses: KeyMassKind = "query-aware",
     balance: Balance = "keys",
@@ -45,20 +45,24 @@ def convert(
     """Replace softmax by another mechanism in every bidirectional self-attention of the model, in place.
 
     Projections, embeddings and everything else stay bitwise as they are; each converted attention module gains one
-    sub-module, `mechanism`, with the new parameters. Follow with `calibrate`: a fresh mechanism knows nothing yet.
+    sub-module, `mechanism`, with the new parameters. Follow with `calibrate`: a fresh mechanism knows nothing yet,
+    unless its pivots are found.
 
     Args:
         model: a Hugging Face encoder or encoder–decoder (encoder half), a timm vision transformer, or any module
             that holds `nn.MultiheadAttention`.
         mechanism: a name of `lotformer.attention.names()`.
-        rank: number of pivots; for other mechanisms, their `rank` if they have one. eps, key_masses, balance, pivots:
-            of LOT. Uniform key masses are strictly doubly stochastic, transport alone unless you ask for more;
-            "query-aware" masses (the default) let columns sum to `N ×` a learned mass, which the attention sinks of
-            trained models need. `balance="keys"` (the default) imposes these column sums and leaves the queries free,
-            "both" also imposes the pivots' masses, as the paper does, "none" imposes nothing (`lot_attention`). Pivots:
-            "input-aware" ones learn where to look among the keys of a sample (the default), "fixed" ones are a little
-            faster, "found" ones are centres of groups of these keys and need no training (the default for sound, with
-            64 of them, a window of 33 tokens and keys by content).
+        rank: number of pivots, 32 by default and 64 for sound; for other mechanisms, their `rank` if they have one.
+        eps, key_masses, balance: of LOT. "uniform" key masses make the matrix doubly stochastic; window and prefix
+            are off then unless you set them. "query-aware" masses (the default) let columns sum to `N ×` a learned mass,
+            which the attention sinks of trained models need. `balance="keys"` (the default) imposes these column sums
+            and leaves the queries free, "both" also imposes the pivots' masses, as the paper does, "none" imposes
+            nothing (`lot_attention`).
+        pivots: "input-aware" ones learn where to look among the keys of a sample (the default), "fixed" ones are a
+            little faster. "found" ones are centres of groups of these keys and need no training: the default for
+            sound, with 64 of them, a window of 33 tokens and keys by content. They read as softmax does, without
+            learned masses or sums to impose; with `key_masses="uniform"` or `balance="both"` they are doubly
+            stochastic.
         config: LOT's options as one `LOTConfig`, in place of all others, for example
             `replace(LOTConfig.for_text(), rank=64)`; nothing is filled in for the model then.
         layers: names of the attention modules to convert (as `model.named_modules()` gives them); None for all.
@@ -144,7 +148,7 @@ def convert(
         towers={tokens: dict(own) for tokens, own in recipe.towers.items()},
         positions=recipe.positions,
         longest=positions.learned_positions(model),
-        unasked=tuple(name for name, why in alone.items() if why != AS_ASKED),
+        unasked=tuple(name for name, why in alone.items() if why.startswith(UNASKED)),
     )
     if report.unasked:
         warnings.warn(f"{report.model}: {report.advice}", stacklevel=2)

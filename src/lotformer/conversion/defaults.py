@@ -17,8 +17,10 @@ from .recipe import Recipe, TokenKind
 from .schema import takes
 from .swapping import Located
 
-DEFAULTS: dict[str, Any] = {"rank": 32, "eps": 0.1, "key_masses": "query-aware", "balance": "keys", "pivots": None}
-"""Options of the mechanism that `convert` names itself."""
+DEFAULTS: dict[str, Any] = {"rank": None, "eps": 0.1, "key_masses": "query-aware", "balance": "keys", "pivots": None}
+"""Options of the mechanism that `convert` names itself; None depends on the mechanism and on the tokens."""
+
+RANK = 32
 
 LOT_DEFAULTS: dict[str, Any] = {"solver": "newton", "tol": 1e-5, "pivot_init": "small"}
 """Options of LOT in conversions beside rank, ε and masses: exact couplings, and pivots that start near uniform."""
@@ -52,25 +54,29 @@ def default_recipe(model: nn.Module, sites: Sequence[Located], options: Mapping[
 def settled(mechanism: str, named: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """LOT gets our own arguments; others what was given, with `rank` where they know one."""
     if takes(mechanism, "key_masses"):
+        if not named:  # a whole configuration
+            return dict(options)
+        named = {**named, "rank": RANK if named["rank"] is None else named["rank"]}
         if {**named, **options}.get("pivots") == "found":
-            asked = {name: value for name, value in named.items() if value != DEFAULTS.get(name, _NOTHING)}
-            return {"rank": named["rank"], **FOUND, **asked, **options} if named else dict(options)
+            asked = {name: value for name, value in named.items() if name not in DEFAULTS or value != DEFAULTS[name]}
+            asked |= options
+            strict = {"balance": "both", "solver": "newton"} if asked.get("key_masses") == "uniform" else {}
+            return {**FOUND, **strict, **asked}
         settings = {**named, **LOT_DEFAULTS, **options}
-        if settings.get("pivots", "") is None:
+        if settings["pivots"] is None:
             settings["pivots"] = "input-aware"
         if settings["solver"] != LOT_DEFAULTS["solver"] and "tol" not in options:
             del settings["tol"]
         return settings
     settings = dict(options)
     if takes(mechanism, "rank"):
-        settings.setdefault("rank", named["rank"])
+        settings.setdefault("rank", named["rank"] or RANK)
     for name, default in DEFAULTS.items():
         if named[name] != default:
             settings.setdefault(name, named[name])
     return settings
 
 
-_NOTHING = object()
 _Options = dict[str, Any]
 
 
@@ -85,7 +91,7 @@ def for_sound(
     if others or learned or {tokens_before(model, site.name) for _, site in sites} != {"sound"}:
         return named
     answered = {*options, *(["window_size"] if options.get("window", "") is None else [])}
-    answered |= {"rank"} if named["rank"] != DEFAULTS["rank"] else set()
+    answered |= {"rank"} if named["rank"] is not None else set()
     return {**named, "pivots": "found", **{name: value for name, value in SOUND.items() if name not in answered}}
 
 
@@ -166,7 +172,7 @@ def require_parts(mechanism: str, options: Mapping[str, Any], recipe: Recipe) ->
                 raise ValueError(lacks(name, options[name]))
 
 
-AS_ASKED = "without a window, as asked for"
+UNASKED = "without a window: "
 
 
 def without_window(
@@ -175,11 +181,12 @@ def without_window(
     """Reasons why layers that could have a window have none, by the name of the layer."""
     if recipe.mechanism != "lot":
         return {}
-    asked = "window" in settings or _is_strict(settings)
+    asked = "without a window, as asked for" if "window" in settings else None
+    asked = asked or ("without a window, so that it is doubly stochastic" if _is_strict(settings) else None)
     found = {}
     for _, site in sites:
         tokens = tokens_before(model, site.name)
         if recipe.options_for(tokens).get("window") is None:
             why = "what its tokens are is not known" if tokens is None else f"no one window suits its {tokens}"
-            found[site.name] = AS_ASKED if asked else f"without a window: {why}"
+            found[site.name] = asked or f"{UNASKED}{why}"
     return found

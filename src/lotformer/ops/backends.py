@@ -99,8 +99,9 @@ OPERATORS = (TRANSPORT, WINDOW, POOLING, MASSES, JOINING, FOUND)
 
 
 def names() -> list[str]:
-    """Names of all backends, best first."""
-    return list(dict.fromkeys(backend.name for operator in OPERATORS for backend in operator.backends))
+    """Names of all backends, best first; the reference is the last."""
+    found = dict.fromkeys(backend.name for operator in OPERATORS for backend in operator.backends[:-1])
+    return [*found, OPERATORS[0].reference.name]
 
 
 def require_name(name: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..problem import BALANCES, SOLVERS, Potentials, Result, Solve, Transport, is_traced
+from ..problem import SOLVERS, Potentials, Result, Solve, Transport, is_traced
 from .operators import (
     FLOAT_OR_BFLOAT16,
     MAX_WIDTH,
@@ -49,10 +49,16 @@ def sum_to_one(log_masses: Tensor) -> bool | None:
     return _kernel.sum_to_one(x.data_ptr(), x.shape[0], x.shape[1])
 
 
+_BALANCES = ("both", "keys", "none")
+"""In the order of `call.h`."""
+
+
 def why_unsupported(transport: Transport, solve: Solve) -> str | None:
     rank, dim, value_dim = transport.rank, transport.q.shape[3], transport.v.shape[3]
     if max(rank, dim, value_dim) > MAX_WIDTH or min(dim, value_dim) < 1:
         return f"it takes ranks and head dimensions from 1 to {MAX_WIDTH}, got {rank}, {dim} and {value_dim}."
+    if solve.balance not in _BALANCES:
+        return f"the kernel does not know balance={solve.balance!r}."
     return why_not_here(FLOAT_OR_BFLOAT16, transport.q)
 
 
@@ -84,7 +90,7 @@ def run(transport: Transport, solve: Solve) -> Result:
         solver=SOLVERS.index(solve.solver),
         iters=solve.iters,
         tol=_tolerance(solve),
-        balance=BALANCES.index(solve.balance),
+        balance=_BALANCES.index(solve.balance),
     )
     result = Result(
         out,
@@ -166,7 +172,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads = q.shape[:2]
     rank, value_dim = log_masses.shape[1], v.shape[3]
-    size = sum(_vectors(SOLVERS[solver], iters, BALANCES[balance])) * rank + STATE_NOTES
+    size = sum(_vectors(SOLVERS[solver], iters, _BALANCES[balance])) * rank + STATE_NOTES
     state = q.new_empty((batch, heads, size), dtype=torch.float32)
     mixed = q.new_empty((batch, heads, rank, value_dim), dtype=torch.float32)
     return output_like(q, v), state, mixed

@@ -40,6 +40,8 @@ def why_unsupported(transport: Transport, solve: Solve) -> str | None:
         return f"the inputs are {transport.q.dtype}, the kernels take float32, bfloat16 and float16."
     if max(rank, depth, width) > _LARGEST:
         return f"rank {rank} and head dims {depth}, {width}: the kernels take up to {_LARGEST} each."
+    if solve.balance not in ("both", "keys", "none"):
+        return f"the kernels do not know balance={solve.balance!r}."
     if torch._C._functorch.maybe_current_level() is not None:
         return "the kernels do not run under torch.func transforms."
     return None
