@@ -54,7 +54,7 @@ def convert(
         mechanism: a name of `lotformer.attention.names()`.
         rank: number of pivots, 32 by default and 64 for sound; for other mechanisms, their `rank` if they have one.
         eps, key_masses, balance: of LOT. "uniform" key masses make the matrix doubly stochastic; window and prefix
-            are off then unless you set them. "query-aware" masses (the default) let columns sum to `N ×` a learned mass,
+            are off then unless you set them. "query-aware" masses (the default) let columns sum to a learned mass,
             which the attention sinks of trained models need. `balance="keys"` (the default) imposes these column sums
             and leaves the queries free, "both" also imposes the pivots' masses, as the paper does, "none" imposes
             nothing (`lot_attention`).
